@@ -1,0 +1,111 @@
+"""Cutting a batch into pieces on TensorFlow."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accumkit import weighting
+
+
+def checked(batch: Any) -> Any:
+    """Returns the batch if it can be cut into pieces, or raises.
+
+    Args:
+        batch: `(x, y, sample_weight)`, any nesting; None leaves are fine.
+
+    Raises:
+        ValueError: If a leaf has no batch axis, or another length than the
+            rest. Where lengths are not known before the graph runs, it raises
+            `tf.errors.InvalidArgumentError` with the same message.
+    """
+    leaves = [v for v in keras.tree.flatten(batch) if v is not None]
+    shapes = [tuple(v.shape) for v in leaves]
+    sizes = {shape[0] for shape in shapes if shape} - {None}
+    message = (
+        "`micro_batch_size` needs inputs, targets and sample weights that all "
+        "have the batch as their first axis, to cut them into pieces. "
+        f"Received: shapes {shapes}. Repeat a value without batch axis for "
+        "each sample, or use `accumulation_steps` with smaller batches."
+    )
+    if not all(shapes) or len(sizes) > 1:
+        raise ValueError(message)
+    rows = [weighting.batch_size(v) for v in leaves]
+    checks = [
+        tf.debugging.assert_equal(rows[0], other, message)
+        for other in rows[1:]
+        if not isinstance(rows[0], int) or not isinstance(other, int)
+    ]
+    if not checks or tf.executing_eagerly():
+        return batch
+    with tf.control_dependencies(checks):
+        return keras.tree.map_structure(
+            lambda v: tf.identity(v) if isinstance(v, tf.Tensor) else v, batch
+        )
+
+
+def padded(batch: Any, size: int) -> Any:
+    """Returns the batch with at least `size` rows.
+
+    XLA compiles the loop over full pieces also for a batch that is smaller
+    than one and never enters it; the slice must fit all the same.
+    """
+
+    def pad(value: Any) -> Any:
+        if value is None:
+            return None
+        missing = tf.maximum(size - tf.shape(value)[0], 0)
+        rows = [[0, missing], *[[0, 0]] * (value.shape.rank - 1)]
+        return tf.pad(value, rows)
+
+    return keras.tree.map_structure(pad, batch)
+
+
+def full(batch: Any, start: Any, size: int) -> Any:
+    """Returns the piece of `size` samples from `start`, its size static."""
+
+    def cut(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tf.RaggedTensor):
+            return value[start : start + size]
+        if isinstance(value, tf.SparseTensor):
+            return _cut_sparse(value, start, size)
+        # XLA takes a slice from anywhere, if its size is constant.
+        inner = tf.shape(value)[1:]
+        piece = tf.slice(
+            value,
+            tf.concat([[start], tf.zeros_like(inner)], 0),
+            tf.concat([[size], inner], 0),
+        )
+        piece.set_shape([size, *value.shape[1:]])
+        return piece
+
+    return keras.tree.map_structure(cut, batch)
+
+
+def rest(batch: Any, start: Any) -> Any:
+    """Returns everything from `start` on."""
+
+    def cut(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tf.SparseTensor):
+            return _cut_sparse(value, start, None)
+        return value[start:]
+
+    return keras.tree.map_structure(cut, batch)
+
+
+def _cut_sparse(value: Any, start: Any, size: int | None) -> Any:
+    shape = value.dense_shape
+    start = tf.cast(start, shape.dtype)
+    length = shape[0] - start if size is None else tf.cast(size, shape.dtype)
+    piece = tf.sparse.slice(
+        value,
+        tf.concat([[start], tf.zeros_like(shape[1:])], 0),
+        tf.concat([[length], shape[1:]], 0),
+    )
+    # Layers build on the static shape, which `tf.sparse.slice` loses.
+    piece.set_shape([size, *value.shape[1:]])
+    return piece

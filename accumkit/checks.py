@@ -1,0 +1,151 @@
+"""What arguments may be, and the errors for those that may not."""
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+REMAINDERS = ("apply", "carry", "drop")
+WEIGHTINGS = ("exact", "uniform")
+
+
+def count(name: str, value: Any, minimum: int = 1) -> int:
+    """Returns `value` as an int, or raises.
+
+    Args:
+        name: The argument's name, for the message.
+        value: An integer of any kind (NumPy's included), no bool.
+        minimum: The smallest value allowed. Defaults to `1`.
+
+    Returns:
+        The value as a Python int.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is below `minimum`.
+    """
+    rule = f"`{name}` must be an integer >= {minimum}."
+    received = f"Received: {name}={value!r} (of type {type(value).__name__})."
+    try:
+        if isinstance(value, bool) or type(value).__name__ == "bool":
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        hint = "Pass a whole number, such as 4."
+        raise TypeError(f"{rule} {received} {hint}") from None
+    if number < minimum:
+        raise ValueError(f"{rule} {received} Pass {minimum} or more.")
+    return number
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Returns `value` if it is one of `allowed`, or raises.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    allowed = tuple(allowed)
+    if not isinstance(value, str) or value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise ValueError(
+            f"`{name}` must be one of {names}. Received: {name}={value!r}. "
+            f"Leave it out for {allowed[0]!r}."
+        )
+    return value
+
+
+def nested_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer and all those that it wraps.
+
+    Args:
+        optimizer: A Keras optimizer; `LossScaleOptimizer` and others keep
+            what they wrap in `inner_optimizer`, `MultiOptimizer` in
+            `optimizers`.
+    """
+    yield optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        yield from nested_optimizers(inner)
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, (list, tuple)):
+        for one in several:
+            yield from nested_optimizers(one)
+
+
+def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
+    """Raises if the optimizer, or one inside it, accumulates on its own.
+
+    Args:
+        optimizer: The optimizer given to `compile`.
+        setting: Our setting that would be stacked on top, for the message.
+        value: Its value.
+
+    Raises:
+        ValueError: If there would be two accumulations, one in the other.
+    """
+    for inner in nested_optimizers(optimizer):
+        own = getattr(inner, "gradient_accumulation_steps", None)
+        name = "gradient_accumulation_steps"
+        if own is None:
+            own = getattr(inner, "accumulation_steps", None)
+            name = "accumulation_steps"
+        if own is not None and own > 1:
+            raise ValueError(
+                f"`{setting}` must not be combined with an optimizer that "
+                "accumulates gradients itself: the two would multiply. "
+                f"Received: {setting}={value} and an optimizer "
+                f"{type(inner).__name__}({name}={own}). Remove `{name}` from "
+                f"the optimizer, or leave out `{setting}`."
+            )
+
+
+def mixin_comes_first(cls: type, mixin: type, model: type) -> None:
+    """Raises if a class of `model`'s stands before the mixin in the MRO.
+
+    Raises:
+        TypeError: If it does; the stock train step would win, silently.
+    """
+    for base in cls.__mro__:
+        if base is mixin:
+            return
+        if issubclass(base, model) and not issubclass(base, mixin):
+            raise TypeError(
+                f"`{mixin.__name__}` must stand before the model class in the "
+                f"bases of `{cls.__name__}`, or its train step is never "
+                "called. Received: class "
+                f"{cls.__name__}({', '.join(b.__name__ for b in cls.__bases__)}"
+                f"). Write: class {cls.__name__}({mixin.__name__}, "
+                f"{base.__name__})."
+            )
+
+
+def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
+    """Raises if a `train_step` of the user's keeps the mixin's from running.
+
+    An override that calls `super().train_step` is fine; the compiler leaves a
+    `__class__` cell in every function that uses `super()`.
+
+    Raises:
+        ValueError: If `cls` brings its own train step, in front of the mixin
+            (the setting would have no effect) or behind it (the mixin's would
+            replace it).
+    """
+    before = True
+    for base in cls.__mro__:
+        if base is mixin:
+            before = False
+            continue
+        own = vars(base).get("train_step")
+        if own is None or base.__module__.startswith("keras."):
+            continue
+        code = getattr(own, "__code__", None)
+        if before and code is not None and "__class__" in code.co_freevars:
+            continue
+        raise ValueError(
+            f"`{setting}` needs the train step of `{mixin.__name__}`, but "
+            f"`{base.__name__}` brings its own `train_step`, so "
+            + ("the setting would have no effect" if before else "it is lost")
+            + f". Received: model class `{cls.__name__}`. Call "
+            "`super().train_step(...)` in a class in front of the mixin, "
+            "override `compute_loss` instead, or keep the train step and wrap "
+            "the optimizer: `accumkit.AccumulationOptimizer(optimizer, N)`."
+        )

@@ -1,0 +1,95 @@
+"""The private parts of Keras that accumkit needs, each with its reason.
+
+Everything else in the package uses public Keras API only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.backend import get_keras_mask
+from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+
+__all__ = [
+    "added_loss",
+    "apply_mask",
+    "compile_loss",
+    "compute_loss",
+    "forward",
+    "get_keras_mask",
+    "loss_tracker",
+    "overrides_compute_loss",
+    "replaced_losses",
+    "squeeze_or_expand_to_same_rank",
+]
+# `get_keras_mask`: the mask on a prediction decides what the loss divides by,
+# and no public function reads it. `apply_mask` and
+# `squeeze_or_expand_to_same_rank`: a divisor of "mean_with_sample_weight" must
+# be formed exactly as the loss forms it.
+
+
+def forward(model: Any, x: Any) -> Any:
+    """Calls the model in training mode, as Keras's own train step does.
+
+    `_call_has_training_arg` spares models whose `call` takes no `training`.
+    """
+    if model._call_has_training_arg:
+        return model(x, training=True)
+    return model(x)
+
+
+def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+    """Calls `model.compute_loss`, also where it takes no `training` argument.
+
+    `_compute_loss` is Keras's own wrapper for overrides of before Keras 3.3.
+    """
+    return model._compute_loss(
+        x=x, y=y, y_pred=y_pred, sample_weight=weights, training=True
+    )
+
+
+def overrides_compute_loss(model: Any) -> bool:
+    """Whether the class brings its own `compute_loss`."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def loss_tracker(model: Any) -> Any:
+    """Returns the metric behind `loss` in the logs.
+
+    A train step has to update it, and no public attribute holds it.
+    """
+    return model._loss_tracker
+
+
+def compile_loss(model: Any) -> Any:
+    """Returns the `CompileLoss` made from `compile(loss=...)`, or None."""
+    return model._compile_loss
+
+
+def added_loss(model: Any, loss: Any) -> Any:
+    """Returns a penalty or added loss as it enters the total loss.
+
+    On TensorFlow Keras divides it by the number of replicas.
+    """
+    return model._aggregate_additional_loss(loss)
+
+
+@contextlib.contextmanager
+def replaced_losses(
+    compiled: Any, replace: Callable[[Any, str], Any]
+) -> Iterator[None]:
+    """Has a `CompileLoss` call `replace(loss, name)` for each output's loss.
+
+    Only its `_flat_losses` (entries `(path, loss, loss_weights, name)`) say
+    which loss with which reduction works on which output.
+    """
+    entries = compiled._flat_losses
+    compiled._flat_losses = [
+        entry._replace(loss=replace(entry.loss, entry.name))
+        for entry in entries
+    ]
+    try:
+        yield
+    finally:
+        compiled._flat_losses = entries

@@ -1,0 +1,351 @@
+"""`AccumulationMixin`: gradient accumulation under `fit`."""
+
+from typing import Any
+
+import keras
+
+from accumkit import checks
+from accumkit.backends import backend
+from accumkit.remainder import RemainderCallback
+from accumkit.window_state import WindowState
+
+_CONFIG_KEY = "accumkit"
+
+
+def _integer(variable: Any) -> int:
+    return int(variable.numpy() if hasattr(variable, "numpy") else variable)
+
+
+class AccumulationMixin:
+    """Trains a model with the gradients of a larger batch.
+
+    Mix it into any model class, in front of it, and give `compile` one or
+    both of the options below. `fit`, callbacks, metrics, saving and loading
+    keep working. The weights become those of stock Keras with the large
+    batch, to rounding, whatever the reduction, masks, sample weights, clipping
+    or weight decay, and however unevenly the samples fall into micro-batches.
+
+    - `accumulation_steps=N`, across batches: N batches of `fit` make one
+      optimizer step. Learning-rate schedules count optimizer steps.
+    - `micro_batch_size=m`, within a batch: each batch of `fit` is worked off
+      `m` samples at a time and makes one optimizer step.
+
+    Both compose: N batches, each cut into pieces. With neither, training is
+    stock Keras to the bit.
+
+    What cannot be made equal to the large batch: BatchNormalization in
+    training mode (its statistics are those of a micro-batch), losses that
+    couple the samples of a batch (contrastive, Dice), and randomness drawn
+    per call (dropout draws other masks).
+
+    Example:
+
+    ```python
+    class Net(accumkit.AccumulationMixin, keras.Model):
+        pass
+
+    model = Net(inputs, outputs)
+    model.compile("adam", "mse", accumulation_steps=8)
+    model.fit(x, y, batch_size=16)  # the weights of batch_size=128
+    ```
+
+    Reference:
+
+    - [Goyal et al., 2017](https://arxiv.org/abs/1706.02677), section 2: the
+      large batch as a sum of small ones.
+    """
+
+    # Before `compile` a model is stock Keras.
+    _accumulation: WindowState = WindowState()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses bases in the order in which the stock train step wins."""
+        super().__init_subclass__(**kwargs)
+        checks.mixin_comes_first(cls, AccumulationMixin, keras.Model)
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        *args: Any,
+        accumulation_steps: int = 1,
+        micro_batch_size: int | None = None,
+        remainder: str = "apply",
+        weighting: str = "exact",
+        **kwargs: Any,
+    ) -> None:
+        """Configures the model for training, as `keras.Model.compile` does.
+
+        An open window is discarded.
+
+        Args:
+            optimizer: As in Keras; it must not accumulate gradients itself.
+            loss: As in Keras.
+            *args: Further positional arguments of `keras.Model.compile`.
+            accumulation_steps: Int ≥ 1, N: this many batches of `fit` make
+                one optimizer step. Defaults to `1`.
+            micro_batch_size: Int ≥ 1 or None, m: each batch of `fit` is
+                worked off in pieces of m samples (the last may be smaller)
+                inside one train step. Defaults to `None`, in one piece.
+            remainder: What becomes of a window still open at the end of an
+                epoch. `"apply"`: it makes an optimizer step, the mean over
+                the samples that it has. `"carry"`: the next epoch goes on
+                with it. `"drop"`: it is discarded. Defaults to `"apply"`.
+            weighting: `"exact"`: the mean over the window's samples (tokens,
+                weights), as the large batch. `"uniform"`: the mean of the
+                micro-batch means, as Keras's own
+                `gradient_accumulation_steps`. Defaults to `"exact"`.
+            **kwargs: Further arguments of `keras.Model.compile`.
+
+        Raises:
+            TypeError: If a number is not an integer.
+            ValueError: If a number is below 1, `remainder` or `weighting` is
+                unknown, the optimizer accumulates gradients itself, or the
+                class has a `train_step` that would bypass this one.
+        """
+        steps = checks.count("accumulation_steps", accumulation_steps)
+        if micro_batch_size is not None:
+            micro_batch_size = checks.count(
+                "micro_batch_size", micro_batch_size
+            )
+        checks.choice("remainder", remainder, checks.REMAINDERS)
+        checks.choice("weighting", weighting, checks.WEIGHTINGS)
+        optimizer = keras.optimizers.get(optimizer)
+        state = WindowState(steps, micro_batch_size, remainder, weighting)
+        self._check_accumulation(optimizer, state)
+        super().compile(optimizer, loss, *args, **kwargs)  # ty: ignore
+        self._accumulation = state
+
+    def _check_accumulation(self, optimizer: Any, state: WindowState) -> None:
+        if not state.active:
+            return
+        setting, value = "accumulation_steps", state.accumulation_steps
+        if value == 1 and state.micro_batch_size is not None:
+            setting, value = "micro_batch_size", state.micro_batch_size
+        checks.accumulates_alone(optimizer, setting, value)
+        checks.train_step_is_used(type(self), AccumulationMixin, setting)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """N, the number of batches in a full window.
+
+        Settable, also in the middle of a run: an open window keeps its N, the
+        next one has the new N. Nothing is traced anew, except when N leaves 1
+        for the first time since `compile`.
+        """
+        return self._accumulation.accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        steps = checks.count("accumulation_steps", value)
+        model: Any = self
+        state = self._accumulation
+        if not model.compiled:
+            raise ValueError(
+                "`accumulation_steps` can be set on a compiled model only. "
+                f"Received: accumulation_steps={value!r}. Pass it to "
+                "`compile` instead."
+            )
+        if steps == state.accumulation_steps:
+            return
+        was_active = state.across
+        before = state.accumulation_steps
+        state.accumulation_steps = steps
+        try:
+            self._check_accumulation(model.optimizer, state)
+        except ValueError:
+            state.accumulation_steps = before
+            raise
+        backend.sync(model)
+        if state.steps is not None:
+            state.steps.assign(steps)
+        elif not was_active and model.train_function is not None:
+            self.make_train_function(force=True)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """m, samples in a piece of a batch; None where batches stay whole."""
+        return self._accumulation.micro_batch_size
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many optimizer steps were taken, `optimizer.iterations`."""
+        model: Any = self
+        if getattr(model, "optimizer", None) is None:
+            return 0
+        backend.sync(model)
+        return _integer(model.optimizer.iterations)
+
+    @property
+    def open_micro_batches(self) -> int:
+        """How many micro-batches the open window holds; 0 if none is open."""
+        state = self._accumulation
+        if state.open_pieces is None:
+            return 0
+        backend.sync(self)
+        return _integer(state.open_pieces)
+
+    def apply_accumulated_gradients(self) -> int:
+        """Takes an optimizer step with what the open window holds.
+
+        Returns:
+            Int, the number of micro-batches in it. With 0 nothing changes.
+        """
+        count = self.open_micro_batches
+        if count:
+            backend.apply_window(self, self._accumulation)
+        return count
+
+    def discard_accumulated_gradients(self) -> int:
+        """Forgets what the open window holds.
+
+        Returns:
+            Int, the number of micro-batches in it. With 0 nothing changes.
+        """
+        count = self.open_micro_batches
+        if self._accumulation.denominator is not None:
+            backend.discard_window(self, self._accumulation)
+        return count
+
+    def accumulation_weight(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> Any:
+        """The weight of a micro-batch in its window; override for your own.
+
+        The window's gradient is Σ D_i·g_i / Σ D_i, with D_i this weight and
+        g_i the gradient of the micro-batch's loss. It is right when D_i is
+        what the loss of the micro-batch was divided by. Without an override
+        that is found out from the compiled losses (`"exact"`), and a model
+        with a `compute_loss` of its own counts samples.
+
+        Example:
+
+        ```python
+        class Tagger(accumkit.AccumulationMixin, keras.Model):
+            def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+                known = keras.ops.cast(y >= 0, "float32")
+                values = my_values(y, y_pred) * known
+                return keras.ops.sum(values) / keras.ops.sum(known)
+
+            def accumulation_weight(self, x, y, y_pred, sample_weight):
+                return keras.ops.sum(keras.ops.cast(y >= 0, "float32"))
+        ```
+
+        Args:
+            x: Inputs of the micro-batch.
+            y: Targets.
+            y_pred: Predictions.
+            sample_weight: Sample weights or None.
+
+        Returns:
+            A scalar ≥ 0 (number or tensor), or None for the default.
+        """
+        return None
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one batch, as `keras.Model.train_step` of the backend does."""
+        model: Any = self
+        if not self._accumulation.active:
+            return super().train_step(*args, **kwargs)  # ty: ignore
+        return backend.train_step(model, *args, **kwargs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Creates the window's variables, then Keras's train function."""
+        model: Any = self
+        if self._accumulation.active and model.built:
+            backend.create_variables(model, self._accumulation)
+        return super().make_train_function(force)  # ty: ignore
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains the model, as `keras.Model.fit` does.
+
+        Args:
+            x: As in Keras, like all the others.
+            y: As in Keras.
+            batch_size: As in Keras.
+            epochs: As in Keras.
+            verbose: As in Keras.
+            callbacks: As in Keras. A callback that deals with the remainder
+                is put in front of them.
+            *args: Further positional arguments of `keras.Model.fit`.
+            **kwargs: Further arguments of `keras.Model.fit`.
+
+        Returns:
+            The `History`, as in Keras.
+        """
+        closing = RemainderCallback()
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            others = callbacks.callbacks
+            others[:] = [
+                c for c in others if not isinstance(c, RemainderCallback)
+            ]
+            others.insert(0, closing)
+            closing.set_model(self)
+            closing.set_params(callbacks.params)
+        else:
+            given = keras.tree.flatten(callbacks) if callbacks else []
+            callbacks = [closing, *given]
+        return super().fit(  # ty: ignore
+            x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
+        )
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Loads weights as `keras.Model.load_weights` does.
+
+        An open window is discarded: its gradients belong to other weights.
+        """
+        super().load_weights(*args, **kwargs)  # ty: ignore
+        self.discard_accumulated_gradients()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The model's variables, on JAX with those of the window.
+
+        JAX's train step is handed its state through this list. `weights` does
+        not have them on any backend.
+        """
+        own = super().variables  # ty: ignore
+        return own + backend.traveling_variables(self._accumulation)
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Returns what `compile` was called with, our options included.
+
+        They lie inside the optimizer's entry, where Keras ignores them: a
+        clone into a plain `Sequential` hands its config to a `compile` that
+        does not know them.
+        """
+        config = super().get_compile_config()  # ty: ignore
+        if isinstance(config.get("optimizer"), dict):
+            config["optimizer"][_CONFIG_KEY] = self._accumulation.config()
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles with what `get_compile_config` returned.
+
+        Args:
+            config: Dict, from this class or from a plain Keras model.
+        """
+        model: Any = self
+        if type(self).compile is not AccumulationMixin.compile:
+            # Keras says what a class with a `compile` of its own must do.
+            super().compile_from_config(config)  # ty: ignore
+            return
+        options = {}
+        if isinstance(config.get("optimizer"), dict):
+            optimizer = dict(config["optimizer"])
+            options = optimizer.pop(_CONFIG_KEY, {})
+            config = {**config, "optimizer": optimizer}
+        config = keras.saving.deserialize_keras_object(config)
+        self.compile(**config, **options)
+        if model.optimizer is not None and model.built:
+            model.optimizer.build(model.trainable_variables)

@@ -1,0 +1,1 @@
+"""The proof on real data that `python -m accumkit` runs."""

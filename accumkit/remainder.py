@@ -1,0 +1,64 @@
+"""The callback that deals with the window open at the end of an epoch."""
+
+from typing import Any
+
+import keras
+
+from accumkit import messages, windows
+
+
+class RemainderCallback(keras.callbacks.Callback):
+    """Closes the open window when an epoch's last batch has been seen.
+
+    `AccumulationMixin.fit` puts it in front of all other callbacks: those
+    that save, compare or stop must see the weights with the remainder in
+    them. The first hook after an epoch's last batch is `on_test_begin` where
+    `fit` evaluates, else `on_epoch_end`; `fit` hands its callbacks to its own
+    evaluation only, so an `evaluate` of the user's never comes by here.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts with an empty window; warns if none can ever be filled."""
+        model: Any = self.model
+        if model._accumulation.remainder != "carry":
+            model.discard_accumulated_gradients()
+        self._warn_if_never_full(model)
+
+    def _warn_if_never_full(self, model: Any) -> None:
+        state = model._accumulation
+        batches = self.params.get("steps")
+        if state.remainder == "apply" or not batches:
+            return
+        epochs = self.params["epochs"] - (model._initial_epoch or 0)
+        n = model.accumulation_steps
+        ahead = model.open_micro_batches if state.remainder == "carry" else 0
+        if ahead or windows.optimizer_steps(
+            batches, n, max(epochs, 0), state.remainder
+        ):
+            return
+        messages.warn_once(
+            state.warned,
+            f"never full {batches} {epochs} {n}",
+            f"No window can be filled: {epochs} epoch(s) of {batches} "
+            f"batch(es) with `accumulation_steps={n}` and "
+            f"`remainder={state.remainder!r}` take no optimizer step, so this "
+            "`fit` will not change the weights. Lower `accumulation_steps`, "
+            "or use `remainder='apply'`.",
+            stacklevel=2,
+        )
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Deals with the remainder before `fit` validates."""
+        self._close()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Deals with the remainder of an epoch without validation."""
+        self._close()
+
+    def _close(self) -> None:
+        model: Any = self.model
+        remainder = model._accumulation.remainder
+        if remainder == "apply":
+            model.apply_accumulated_gradients()
+        elif remainder == "drop":
+            model.discard_accumulated_gradients()

@@ -1,0 +1,180 @@
+"""Two replicas on one processor, inside `fit`, in graph mode (case 10)."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from models import (
+    Net,
+    distance,
+    iterations,
+    mlp,
+    regression_data,
+    tagger,
+    token_data,
+)
+
+pytestmark = [
+    pytest.mark.backend("tensorflow"),
+    # TensorFlow leaves the thread pool of a strategy to the collector.
+    pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool"),
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),
+]
+
+
+@functools.cache
+def mirrored():
+    """One for the process: TensorFlow mixes up the collectives of several."""
+    import tensorflow as tf
+
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def train(build, cls, data, batch, strategy=None, optimizer=None, **options):
+    optimizer = optimizer or (lambda: keras.optimizers.SGD(0.1))
+    loss = options.pop("loss", "mse")
+    x, y, *weights = data
+
+    def make():
+        model = build(cls)
+        model.compile(optimizer(), loss, **options)
+        return model
+
+    if strategy is None:
+        model = make()
+    else:
+        with strategy.scope():
+            model = make()
+    start = model.get_weights()
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights[0] if weights else None,
+        batch_size=batch,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        validation_data=(x, y),
+    )
+    return model, start, history.history
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (4, {"accumulation_steps": 4}),
+        (16, {"micro_batch_size": 3}),
+        (8, {"accumulation_steps": 2, "micro_batch_size": 3}),
+    ],
+)
+@pytest.mark.parametrize("samples", [32, 40])
+def test_10_as_on_one_device(batch, options, samples):
+    data = regression_data(samples)
+
+    def adam():
+        return keras.optimizers.Adam(0.02, epsilon=1e-3)
+
+    stock, start, expected = train(mlp, keras.Model, data, 16, optimizer=adam)
+    ours, _, logs = train(
+        mlp, Net, data, batch, mirrored(), optimizer=adam, **options
+    )
+    assert iterations(ours) == iterations(stock) == 2 * -(-samples // 16)
+    assert distance(ours, stock, start) < 1e-5
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+    wrong, _, _ = train(
+        mlp,
+        Net,
+        data,
+        batch,
+        mirrored(),
+        optimizer=adam,
+        **{"accumulation_steps": 3, "micro_batch_size": 3},
+    )
+    assert distance(wrong, stock, start) > 1e-2
+
+
+@pytest.mark.parametrize("remainder", ["apply", "carry", "drop"])
+def test_10_remainders(remainder):
+    from accumkit import optimizer_steps
+
+    data = regression_data(40)
+    options = {"accumulation_steps": 4, "remainder": remainder}
+    one, start, _ = train(mlp, Net, data, 4, **options)
+    two, _, _ = train(mlp, Net, data, 4, mirrored(), **options)
+    assert iterations(two) == optimizer_steps(10, 4, 2, remainder)
+    assert distance(two, one, start) < 1e-5
+
+
+def test_10_ragged_tokens_on_replicas():
+    """Replicas of a batch hold different numbers of tokens."""
+    data = token_data(40)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    stock, start, _ = train(tagger, keras.Model, data, 16, loss=loss)
+    ours, _, _ = train(
+        tagger,
+        Net,
+        data,
+        4,
+        mirrored(),
+        loss=loss,
+        accumulation_steps=4,
+    )
+    wrong, _, _ = train(
+        tagger,
+        Net,
+        data,
+        4,
+        mirrored(),
+        loss=loss,
+        accumulation_steps=4,
+        weighting="uniform",
+    )
+    assert distance(ours, stock, start) < 1e-5
+    assert distance(wrong, stock, start) > 1e-3
+
+
+def test_10_one_all_reduce_per_window(monkeypatch):
+    """The gradients meet once per window, in the taken branch only."""
+    from tensorflow.python.distribute import distribute_lib
+
+    seen = []
+    reduce = distribute_lib.ReplicaContext.all_reduce
+
+    def counting(self, op, value, options=None):
+        import tensorflow as tf
+
+        seen.append(tf.compat.v1.get_default_graph().name)
+        return reduce(self, op, value, options)
+
+    monkeypatch.setattr(distribute_lib.ReplicaContext, "all_reduce", counting)
+    model, _, _ = train(
+        mlp, Net, regression_data(32), 4, mirrored(), accumulation_steps=4
+    )
+    assert iterations(model) == 4
+    graphs = {name for name in seen if "cond_true" in name}
+    assert graphs, seen
+    assert all("cond_true" in name for name in seen), seen
+
+
+def test_10_mixed_precision_and_a_schedule():
+    keras.config.set_dtype_policy("mixed_float16")
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    try:
+        model, start, _ = train(
+            mlp,
+            Net,
+            regression_data(32),
+            4,
+            mirrored(),
+            optimizer=lambda: keras.optimizers.SGD(schedule),
+            accumulation_steps=4,
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert model.optimizer_steps == 4
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 16)
+    assert np.abs(model.get_weights()[0] - start[0]).max() > 1e-3

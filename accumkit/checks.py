@@ -98,6 +98,32 @@ def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
             )
 
 
+def one_reduction(losses: Iterable[Any]) -> None:
+    """Raises if some outputs' losses are summed and others averaged.
+
+    Args:
+        losses: What `compile` was given, flat: names, functions, `Loss`
+            objects, None.
+
+    Raises:
+        ValueError: If they do not go together in one window.
+    """
+    reductions = [
+        getattr(loss, "reduction", "sum_over_batch_size") or "none"
+        for loss in losses
+        if loss is not None
+    ]
+    summed = [r in ("sum", "none") for r in reductions]
+    if any(summed) and not all(summed):
+        raise ValueError(
+            "`loss` must not mix `reduction='sum'` and others under "
+            "`weighting='exact'`: the former's gradients add up over a "
+            "window, the latter's are averaged. Received: losses with the "
+            f"reductions {reductions}. Use one reduction for all outputs (and "
+            "`loss_weights` to balance them), or `weighting='uniform'`."
+        )
+
+
 def mixin_comes_first(cls: type, mixin: type, model: type) -> None:
     """Raises if a class of `model`'s stands before the mixin in the MRO.
 

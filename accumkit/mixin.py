@@ -113,6 +113,10 @@ class AccumulationMixin:
         optimizer = keras.optimizers.get(optimizer)
         state = WindowState(steps, micro_batch_size, remainder, weighting)
         self._check_accumulation(optimizer, state)
+        if state.active:
+            backend.check_options(kwargs)
+            if weighting == "exact":
+                checks.one_reduction(keras.tree.flatten(loss))
         super().compile(optimizer, loss, *args, **kwargs)  # ty: ignore
         self._accumulation = state
 

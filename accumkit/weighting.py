@@ -120,7 +120,10 @@ def _observe(
     ):
         if sample_weight is not None:
             sources += (id(sample_weight),)
-            sample_weight = ops.convert_to_tensor(sample_weight, values.dtype)
+            # A copy: `apply_mask` works in place on torch.
+            sample_weight = ops.copy(
+                ops.convert_to_tensor(sample_weight, values.dtype)
+            )
         merged = keras_internals.apply_mask(
             sample_weight, mask, dtype=values.dtype, reduction=reduction
         )
@@ -178,9 +181,6 @@ def micro_batch_weight(
 
     Returns:
         A `Weight`.
-
-    Raises:
-        ValueError: If some outputs' losses are summed and others averaged.
     """
     if not model.trainable_weights:
         messages.warn_once(
@@ -205,14 +205,6 @@ def micro_batch_weight(
     if kinds == {"sum"}:
         _warn_of_added_losses(model, "the sum over the window", warned)
         return Weight(1, divides=False)
-    if "sum" in kinds:
-        raise ValueError(
-            "`loss` must not mix outputs with `reduction='sum'` and others "
-            "under `weighting='exact'`: the former's gradients add up over a "
-            "window, the latter's are averaged. Received: outputs "
-            f"{names}. Use one reduction for all outputs (and `loss_weights` "
-            "to balance them), or `weighting='uniform'`."
-        )
     if kinds <= {"mask", "weights"}:
         _warn_of_added_losses(model, "the window's tokens or weights", warned)
     if len(observations) == 1:

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.rounds,
         describe(options.backend),
     )
-    pool = Pool(options, chosen.out)
+    pool = Pool(options, chosen.out / "logs")
     try:
         for name in workloads:
             systems = with_references(chosen.system or list(SYSTEMS))

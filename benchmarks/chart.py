@@ -83,11 +83,16 @@ def _speed(axes: Axes, result: WorkloadResult) -> None:
             fontsize=8,
         )
     axes.axvline(1, color="#444444", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
     # Room for the labels at both ends, in proportion to the axis.
     left, right = min(0.8, *low), max(1.25, *high)
     room = (right / left) ** 0.12
+    axes.set_xscale("log", base=2)
+    ticks = [2.0**power for power in range(-5, 9)]
+    if right / left < 10:
+        ticks += [1.5 * tick for tick in ticks]
+    axes.set_xticks([tick for tick in ticks if left <= tick <= right * room])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_xlim(left / room, right * room)
     axes.set_xlabel(f"times as fast as {reference}", fontsize=9)
     axes.set_title(headline(result), loc="left", fontsize=10, weight="bold")

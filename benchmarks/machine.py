@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def describe(backend: str) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ class Process:
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        with log.open("w") as stream:
+        with log.open("a") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker"],
                 stdin=subprocess.PIPE,
@@ -70,7 +72,7 @@ class Process:
         if "absent" in answer:
             raise Absent(answer["absent"])
         if "error" in answer:
-            raise Failed(answer["error"].splitlines()[0])
+            raise Failed(_short(answer["error"]))
         return answer
 
     def close(self) -> None:
@@ -85,3 +87,9 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _short(message: str) -> str:
+    """The message on one line, without Keras's colors; the log has it all."""
+    plain = re.sub("\x1b\\[[0-9;]*m", "", message)
+    return textwrap.shorten(plain, 240, placeholder=" ...")

@@ -91,16 +91,15 @@ def as_json(run: Run) -> str:
     """Everything that was measured, and the ratios made of it."""
     content = asdict(run)
     for result, entry in zip(run.workloads, content["workloads"], strict=True):
-        for name, system in entry["systems"].items():
-            if result.measured(name):
-                system["speed"] = {
+        for name, found in result.systems.items():
+            if found.measured:
+                entry["systems"][name]["speed"] = {
                     reference: asdict(result.speed(name, reference))
                     for reference in result.references
                 }
-                if system["agreement"]:
-                    system["agreement"]["holds"] = result.systems[
-                        name
-                    ].agreement.holds
+            if found.agreement:
+                holds = found.agreement.holds
+                entry["systems"][name]["agreement"]["holds"] = holds
     content["tolerance"] = TOLERANCE
     content["wrong"] = run.wrong
     return json.dumps(content, indent=2) + "\n"

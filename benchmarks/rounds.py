@@ -14,7 +14,6 @@ from benchmarks.statistics import rotated
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import Workload
 
-
 QUICK_WORKERS = 2
 
 
@@ -47,6 +46,9 @@ class Pool:
     def __init__(self, options: Options, logs: Path) -> None:
         self._options = options
         self._logs = logs
+        logs.mkdir(exist_ok=True)
+        for log in logs.glob("*.log"):
+            log.unlink()
         self._workers: dict[str, Process] = {}
 
     def get(self, system: str) -> Process:
@@ -114,6 +116,7 @@ class Bench:
             "prepare",
             together=options.quick,
             jit=options.jit,
+            calls=1 if options.quick else 2,
             seconds=options.seconds,
         ):
             system.windows = answer["windows"]
@@ -121,7 +124,10 @@ class Bench:
         for turn in range(options.rounds):
             self._say(f"{self._name}: round {turn + 1} of {options.rounds}")
             for system, answer in self._ask(
-                "measure", turn=turn, tidy=not options.quick
+                "measure",
+                together=options.quick,
+                turn=turn,
+                tidy=not options.quick,
             ):
                 system.seconds.append(answer["seconds"])
         self._say(f"{self._name}: the weights")

@@ -49,10 +49,14 @@ class Trial:
         self._windows, self._epochs = WARM_UP_WINDOWS, 1
         self._data = models.data(workload, self._windows)
 
-    def warm_up(self) -> None:
-        """Trace, and train for the same few windows in every system."""
-        # The second call is free of what only a first one does.
-        for _ in range(2):
+    def warm_up(self, calls: int) -> None:
+        """Trace, and train for the same few windows in every system.
+
+        Args:
+            calls: Calls of ``fit``. The second one is free of what only a
+                first one does.
+        """
+        for _ in range(calls):
             self._timed()
 
     def lengthen(self, seconds: float) -> int:
@@ -90,11 +94,11 @@ class Trial:
         before = _weights(model)
         self._fit(model, *models.data(self._workload, CHECK_STEPS))
         after = _weights(model)
-        np.savez(
-            path,
+        arrays: dict[str, Any] = {
             **{f"before_{i}": value for i, value in enumerate(before)},
             **{f"after_{i}": value for i, value in enumerate(after)},
-        )
+        }
+        np.savez(path, **arrays)
         digest = hashlib.sha256()
         for value in before:
             digest.update(value.tobytes())

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,16 @@ class Worker:
         self._empty = peak_memory()
         return {"empty": self._empty}
 
-    def prepare(self, system: str, jit: bool, seconds: float) -> dict[str, Any]:
+    def prepare(
+        self, system: str, jit: bool, calls: int, seconds: float
+    ) -> dict[str, Any]:
         """Build, compile, trace and train; then size the measurements.
 
         The peak memory is taken in between, where every system has trained
         for as many windows, on as much data.
         """
         trial = Trial(self._workload, SYSTEMS[system], jit)
-        trial.warm_up()
+        trial.warm_up(calls)
         peak = peak_memory() - self._empty
         self._trials[system] = trial
         return {"peak": peak, "windows": trial.lengthen(seconds)}
@@ -95,7 +98,7 @@ def main() -> None:
         try:
             answer = getattr(worker, name)(**request)
         except Exception as error:
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,5 +1,7 @@
 """The weights of the large batch: a matrix, each with a negative control."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -175,7 +177,18 @@ def test_class_weight():
     assert distance(wrong, stock, start) > 100 * TOLERANCE
 
 
+def native_mse(y_true, y_pred):
+    """A mean over the samples in operators of the framework.
+
+    Keras 3.15 computes its own losses in float32 on JAX and torch, whatever
+    the dtype.
+    """
+    difference = y_true - y_pred
+    return (difference * difference).sum() / (3 * difference.shape[0])
+
+
 def test_float64():
+    loss = "mse" if keras.config.backend() == "tensorflow" else native_mse
     before = keras.config.floatx()
     if keras.config.backend() == "jax":
         import jax
@@ -189,7 +202,7 @@ def test_float64():
             data,
             "both, ragged",
             "adam",
-            "mse",
+            loss,
             {},
         )
     finally:
@@ -245,15 +258,25 @@ def test_unfrozen_and_unused_variables():
             )
             model.compile(optimizer, "mse", **options)
             x, y, _ = regression_data(37)
-            with pytest.warns(UserWarning, match="Gradients do not exist"):
+            with warns:
                 model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
         return model
+
+    # JAX has no None: stock Keras decays an unused variable there, and so
+    # does a window.
+    jax = keras.config.backend() == "jax"
+    warns = pytest.warns(UserWarning, match="Gradients do not exist")
+    if jax:
+        warns = contextlib.nullcontext()
 
     start = build(keras.Model).get_weights()
     stock = run(build(keras.Model), 16)
     ours = run(build(Net), 4, accumulation_steps=4)
     assert distance(ours, stock, start) < TOLERANCE
-    np.testing.assert_array_equal(ours.unused.numpy(), [1, 1])
+    np.testing.assert_allclose(
+        ours.unused.numpy(), stock.unused.numpy(), rtol=1e-6
+    )
+    assert (ours.unused.numpy()[0] == 1) != jax
     wrong = run(build(Net), 4, accumulation_steps=4, weighting="uniform")
     assert distance(wrong, stock, start) > 100 * TOLERANCE
 

@@ -138,9 +138,11 @@ def test_summed_and_averaged_outputs_do_not_mix():
         for r in ("sum", "sum_over_batch_size")
     ]
     x, y, _ = regression_data(8)
-    model.compile("sgd", losses, accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"'a' \(sum\), 'b' \(values\)"):
-        model.fit(x, [y, y], batch_size=4, verbose=0)
+    with pytest.raises(ValueError, match=r"`loss` must not mix"):
+        model.compile("sgd", losses, accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"`loss` must not mix"):
+        model.compile("sgd", ["mse", losses[0]], micro_batch_size=2)
+    model.compile("sgd", losses[0], accumulation_steps=2)
     model.compile("sgd", losses, accumulation_steps=2, weighting="uniform")
     model.fit(x, [y, y], batch_size=4, verbose=0)
     assert model.optimizer_steps == 1

@@ -75,7 +75,7 @@ def test_inputs_alone(way):
 
     def run(cls, batch, **options):
         model = build(cls)
-        model.compile("sgd", **options)
+        model.compile(keras.optimizers.SGD(0.1), **options)
         start = model.get_weights()
         model.fit(x, batch_size=batch, shuffle=False, verbose=0)
         return model, start
@@ -95,8 +95,8 @@ def test_generator_of_unknown_length():
             yield x[i : i + size], y[i : i + size]
 
     stock, ours = mlp(keras.Model), mlp(Net)
-    stock.compile("sgd", "mse")
-    ours.compile("sgd", "mse", accumulation_steps=4)
+    stock.compile(keras.optimizers.SGD(0.1), "mse")
+    ours.compile(keras.optimizers.SGD(0.1), "mse", accumulation_steps=4)
     start = stock.get_weights()
     stock.fit(batches(16), shuffle=False, verbose=0)
     ours.fit(batches(4), shuffle=False, verbose=0)

@@ -14,6 +14,10 @@ from accumkit.window_state import WindowState
 class Backend(Protocol):
     """What a backend module offers."""
 
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raises for arguments of `compile` that the backend cannot take."""
+        ...
+
     def create_variables(self, model: Any, state: WindowState) -> None:
         """Creates the variables of the window that are missing."""
         ...
@@ -39,7 +43,7 @@ class Backend(Protocol):
         ...
 
 
-SUPPORTED = ("tensorflow",)
+SUPPORTED = ("tensorflow", "jax", "torch")
 
 
 def _load() -> Backend:

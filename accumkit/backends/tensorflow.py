@@ -19,6 +19,10 @@ from accumkit.backends import tensorflow_pieces as pieces
 from accumkit.window_state import WindowState
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Nothing to refuse: all arguments of `compile` work."""
+
+
 def create_variables(model: Any, state: WindowState) -> None:
     """Creates the variables of the window that are missing.
 

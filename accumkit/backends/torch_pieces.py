@@ -1,0 +1,38 @@
+"""Cutting a batch into pieces on torch."""
+
+from typing import Any
+
+import keras
+
+
+def cut(batch: Any, size: int) -> list[Any]:
+    """Cuts a batch into pieces, all but the last of the same size.
+
+    Args:
+        batch: `(x, y, sample_weight)`, any nesting; None leaves are fine.
+        size: Samples in a piece.
+
+    Returns:
+        The pieces, at least one.
+
+    Raises:
+        ValueError: If a leaf has no batch axis, or another length than the
+            rest.
+    """
+    leaves = [v for v in keras.tree.flatten(batch) if v is not None]
+    shapes = [tuple(v.shape) for v in leaves]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            "`micro_batch_size` needs inputs, targets and sample weights that "
+            "all have the batch as their first axis, to cut them into pieces. "
+            f"Received: shapes {shapes}. Repeat a value without batch axis "
+            "for each sample, or use `accumulation_steps` with smaller "
+            "batches."
+        )
+
+    def piece(start: int) -> Any:
+        return keras.tree.map_structure(
+            lambda v: None if v is None else v[start : start + size], batch
+        )
+
+    return [piece(start) for start in range(0, max(shapes[0][0], 1), size)]

@@ -1,5 +1,7 @@
 """What `fit` takes on stock Keras it takes with accumulation."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -101,7 +103,38 @@ def test_generator_of_unknown_length():
     stock.fit(batches(16), shuffle=False, verbose=0)
     ours.fit(batches(4), shuffle=False, verbose=0)
     assert distance(ours, stock, start) < 2e-6
-    assert iterations(ours) == iterations(stock) == 3
+    # Stock Keras on TensorFlow sometimes counts a batch that never came.
+    assert iterations(ours) == 3
+
+
+@pytest.mark.backend("tensorflow")
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_running_out_of_data_counts_nothing(steps_per_execution):
+    """Ops that do not wait for the data run before the end is noticed."""
+    import tensorflow as tf
+
+    def batches():
+        for value in (1, 2, 3, 4, 5, 6):
+            yield ones(1), column(value)
+
+    spec = tf.TensorSpec((1, 1))
+    data = tf.data.Dataset.from_generator(
+        batches, output_signature=(spec, spec)
+    )
+    for remainder, w, steps in [("carry", 1.78, 3), ("apply", 2.46, 4)] * 5:
+        model = one_weight()
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            "mse",
+            accumulation_steps=4,
+            remainder=remainder,
+            steps_per_execution=steps_per_execution,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Your input ran out")
+            model.fit(data, epochs=2, shuffle=False, verbose=0)
+        assert weight(model) == pytest.approx(w, abs=1e-6)
+        assert iterations(model) == steps
 
 
 def test_steps_per_epoch_cuts_windows_at_its_ends():

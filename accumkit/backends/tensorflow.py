@@ -120,9 +120,12 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
     )
     x, y, sample_weight = batch
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-    tf.distribute.get_replica_context().merge_call(
-        lambda strategy: _close_full_window(strategy, model, state, count)
-    )
+    # When data runs out in the middle of a graph, ops that do not wait for it
+    # still run: counting would count a batch that never came.
+    with tf.control_dependencies([loss]):
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy: _close_full_window(strategy, model, state, count)
+        )
     return logs
 
 
@@ -229,9 +232,10 @@ def _micro_batch(
     gradients = tape.gradient(scaled, variables)
     _accumulate(state, variables, gradients, late)
     if weight.divides:
-        state.denominator.value.assign_add(
-            tf.cast(weight.value, state.denominator.dtype)
-        )
+        with tf.control_dependencies([loss]):
+            state.denominator.value.assign_add(
+                tf.cast(weight.value, state.denominator.dtype)
+            )
     return loss * replicas, weight, y_pred
 
 

@@ -163,6 +163,8 @@ class AccumulationMixin:
         backend.sync(model)
         if state.steps is not None:
             state.steps.assign(steps)
+            if not self.open_micro_batches:
+                state.window_steps.assign(steps)
         elif not was_active and model.train_function is not None:
             self.make_train_function(force=True)
 

@@ -43,10 +43,13 @@ class Weight:
         value: D_i, a number or a scalar tensor.
         divides: False where the window's gradients are summed and never
             divided (every loss has `reduction="sum"`).
+        proportional: Whether D_i is a constant times the number of samples,
+            so that a share of D is known before D is.
     """
 
     value: Any
     divides: bool = True
+    proportional: bool = False
 
 
 @contextlib.contextmanager
@@ -198,7 +201,7 @@ def micro_batch_weight(
         return Weight(own)
     samples = batch_size(x)
     if not observations:
-        return Weight(samples)
+        return Weight(samples, proportional=True)
     first = observations[0]
     kinds = {o.kind for o in observations}
     names = ", ".join(f"{o.name!r} ({o.kind})" for o in observations)

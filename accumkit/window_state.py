@@ -48,6 +48,8 @@ class WindowState:
         # Variables that got a gradient: the others stay None for the
         # optimizer, where zeros would let decay and momentum move them.
         self.touched: set[int] = set()
+        # Found out in the first trace: whether the sum of gradients is to be
+        # divided by D.
         self.divides = True
         self.warned: set[str] = set()
 

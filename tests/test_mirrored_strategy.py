@@ -1,6 +1,7 @@
 """Two replicas on one processor, inside `fit`, in graph mode (case 10)."""
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -155,9 +156,8 @@ def test_10_one_all_reduce_per_window(monkeypatch):
         mlp, Net, regression_data(32), 4, mirrored(), accumulation_steps=4
     )
     assert iterations(model) == 4
-    graphs = {name for name in seen if "cond_true" in name}
-    assert graphs, seen
-    assert all("cond_true" in name for name in seen), seen
+    assert seen
+    assert all(re.search(r"cond(_\d+)?_true", name) for name in seen), seen
 
 
 def test_10_mixed_precision_and_a_schedule():

@@ -25,16 +25,20 @@ def build(cls):
 MODELS = {}
 
 
-def models(reduction, remainder):
-    """Built and compiled once: a trace takes longer than a step."""
-    key = (reduction, remainder)
+def models(reduction, remainder, within):
+    """Built and compiled once."""
+    key = (reduction, remainder, within)
     if key not in MODELS:
         pair = build(Net), build(keras.Model)
         for model in pair:
             # Eagerly: every draw has shapes of its own.
             options = {"run_eagerly": True}
             if model is pair[0]:
-                options |= {"accumulation_steps": 1, "remainder": remainder}
+                options |= {
+                    "accumulation_steps": 2,
+                    "remainder": remainder,
+                    "micro_batch_size": within,
+                }
             loss = keras.losses.MeanSquaredError(reduction=reduction)
             model.compile(keras.optimizers.SGD(0.05), loss, **options)
         MODELS[key] = pair
@@ -70,13 +74,12 @@ def test_one_step(sizes, short, reduction, remainder, weights, within, seed):
     y = rng.normal(size=(n, 4, 1)).astype("float32")
     w = rng.uniform(0, 2, size=(n, 4)).astype("float32") if weights else None
     assume((x != 0).any())
-    ours, stock = models(reduction, remainder)
+    ours, stock = models(reduction, remainder, within)
     ours.set_weights(START)
     stock.set_weights(START)
     ours.discard_accumulated_gradients()
     # A window one longer than the run leaves a remainder.
     ours.accumulation_steps = len(sizes) + short
-    ours._accumulation.micro_batch_size = within
     before = ours.optimizer_steps
 
     def cut(start, stop):

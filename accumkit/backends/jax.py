@@ -322,8 +322,7 @@ def _close_full_window(
             model, state, *before, window.gradients, window.denominator
         )
         return
-    size = jnp.where(window.batches == 0, window.steps, window.size)
-    full = window.batches + 1 >= size
+    full = window.batches + 1 >= window.size
     window.trainable, window.optimizer = jax.lax.cond(
         full,
         lambda: _like(
@@ -332,7 +331,7 @@ def _close_full_window(
         ),
         lambda: before,
     )
-    window.size = size
+    window.size = jnp.where(full, window.steps, window.size)
     window.batches = jnp.where(full, 0, window.batches + 1)
     window.pieces = jnp.where(full, 0, window.pieces + count)
 
@@ -394,6 +393,7 @@ def discard_window(model: Any, state: WindowState) -> None:
     if state.across:
         state.open_batches.assign(0)
         state.open_pieces.assign(0)
+        state.window_steps.assign(state.steps.value)
 
 
 def sync(model: Any) -> None:

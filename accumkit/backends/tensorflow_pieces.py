@@ -72,12 +72,17 @@ def full(batch: Any, start: Any, size: int) -> Any:
         if isinstance(value, tf.SparseTensor):
             return _cut_sparse(value, start, size)
         # XLA takes a slice from anywhere, if its size is constant.
-        inner = tf.shape(value)[1:]
-        piece = tf.slice(
-            value,
-            tf.concat([[start], tf.zeros_like(inner)], 0),
-            tf.concat([[size], inner], 0),
-        )
+        inner = value.shape[1:]
+        if inner.is_fully_defined():
+            zeros = [0] * len(inner)
+            piece = tf.slice(value, [start, *zeros], [size, *inner])
+        else:
+            inner = tf.shape(value)[1:]
+            piece = tf.slice(
+                value,
+                tf.concat([[start], tf.zeros_like(inner)], 0),
+                tf.concat([[size], inner], 0),
+            )
         piece.set_shape([size, *value.shape[1:]])
         return piece
 

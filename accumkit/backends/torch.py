@@ -197,8 +197,6 @@ def _close_full_window(model: Any, state: WindowState, count: int) -> None:
     if not state.across:
         _apply(model, state)
         return
-    if state.open_batches.value == 0:
-        state.window_steps.value = state.steps.value
     state.open_batches.value += 1
     state.open_pieces.value += count
     if state.open_batches.value >= state.window_steps.value:
@@ -239,6 +237,7 @@ def _empty(model: Any, state: WindowState) -> None:
     state.denominator = 0.0
     if state.across:
         state.open_batches.value = state.open_pieces.value = 0
+        state.window_steps.value = state.steps.value
 
 
 def apply_window(model: Any, state: WindowState) -> None:

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         learning_rate=options.learning_rate or LEARNING_RATES[options.data],
         seed=options.seed,
         report=lambda run: print(report.progress(run), flush=True),
+        way=options.way,
     )
     written = report.write(proof, options.out)
     result = verdict.judge(proof)
@@ -114,6 +115,14 @@ def _parser() -> argparse.ArgumentParser:
         default=16,
         metavar="N",
         help="micro-batches of an optimizer step (default: 16)",
+    )
+    add(
+        "--with",
+        dest="way",
+        choices=runs.WAYS,
+        default="mixin",
+        help="what accumulates: AccumulationMixin (default) or "
+        "AccumulationOptimizer",
     )
     add(
         "--epochs",

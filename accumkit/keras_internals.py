@@ -13,6 +13,7 @@ from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 
 __all__ = [
     "added_loss",
+    "all_layers",
     "apply_mask",
     "compile_loss",
     "compute_loss",
@@ -21,6 +22,8 @@ __all__ = [
     "loss_tracker",
     "overrides_compute_loss",
     "replaced_losses",
+    "schedule_of",
+    "scheduled_optimizer",
     "squeeze_or_expand_to_same_rank",
 ]
 # `get_keras_mask`: the mask on a prediction decides what the loss divides by,
@@ -93,3 +96,44 @@ def replaced_losses(
         yield
     finally:
         compiled._flat_losses = entries
+
+
+def all_layers(model: Any) -> dict[str, Any]:
+    """Returns every layer inside a model by its path, however deeply nested.
+
+    `Model.layers` stops at the first level and passes over what custom layers
+    hold, and `layer.path` does not tell where a nested model stands; Keras
+    itself walks `_layers`.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def walk(layer: Any, prefix: str) -> None:
+        for inner in layer._layers:
+            if id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            found[f"{prefix}{inner.name}"] = inner
+            walk(inner, f"{prefix}{inner.name}/")
+
+    walk(model, "")
+    return found
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """Returns the schedule of an optimizer, or None.
+
+    `learning_rate` evaluates it; the object is in `_learning_rate` only.
+    """
+    rate = getattr(optimizer, "_learning_rate", None)
+    kind = keras.optimizers.schedules.LearningRateSchedule
+    return rate if isinstance(rate, kind) else None
+
+
+def scheduled_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer in or inside `optimizer` that has a schedule."""
+    while optimizer is not None:
+        if schedule_of(optimizer) is not None:
+            return optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None

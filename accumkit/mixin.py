@@ -209,9 +209,41 @@ class AccumulationMixin:
             Int, the number of micro-batches in it. With 0 nothing changes.
         """
         count = self.open_micro_batches
-        if self._accumulation.denominator is not None:
-            backend.discard_window(self, self._accumulation)
+        state = self._accumulation
+        if state.denominator is not None:
+            backend.discard_window(self, state)
+        if state.recorder is not None:
+            state.recorder.discard()
         return count
+
+    def _record_windows(self, gradient_norm: bool, capacity: int) -> Any:
+        """Has each closed window noted; for callbacks.
+
+        Args:
+            gradient_norm: Whether to note the norm of the gradient too.
+            capacity: How many windows may close between two readings.
+
+        Returns:
+            The model's `WindowRecorder`.
+        """
+        model: Any = self
+        state = self._accumulation
+        if state is AccumulationMixin._accumulation:
+            raise ValueError("Compile the model before recording its windows.")
+        recorder = state.recorder
+        if (
+            recorder is None
+            or recorder.capacity < capacity
+            or recorder.gradient_norm < gradient_norm
+        ):
+            checks.train_step_is_used(
+                type(self), AccumulationMixin, "EffectiveStepLogger"
+            )
+            state.recording = (gradient_norm, capacity)
+            state.recorder = None
+            backend.create_variables(model, state)
+            self.make_train_function(force=True)
+        return state.recorder
 
     def accumulation_weight(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any
@@ -289,6 +321,13 @@ class AccumulationMixin:
         Returns:
             The `History`, as in Keras.
         """
+        if self._accumulation.active:
+            # Keras's default for arrays; a dataset brings its own size.
+            arrays = keras.tree.flatten(x)
+            sized = bool(arrays) and all(hasattr(a, "shape") for a in arrays)
+            self._accumulation.fit_batch_size = batch_size or (
+                32 if sized else None
+            )
         closing = RemainderCallback()
         if isinstance(callbacks, keras.callbacks.CallbackList):
             others = callbacks.callbacks
@@ -301,9 +340,15 @@ class AccumulationMixin:
         else:
             given = keras.tree.flatten(callbacks) if callbacks else []
             callbacks = [closing, *given]
-        return super().fit(  # ty: ignore
-            x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
-        )
+        try:
+            return super().fit(  # ty: ignore
+                x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
+            )
+        finally:
+            # `on_train_end` is not called when `fit` raises.
+            for callback in getattr(callbacks, "callbacks", callbacks):
+                if hasattr(callback, "on_fit_exit"):
+                    callback.on_fit_exit()
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads weights as `keras.Model.load_weights` does.

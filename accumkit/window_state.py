@@ -42,6 +42,15 @@ class WindowState:
         # that its id stays taken.
         self.accumulators: dict[int, tuple[Any, Any]] = {}
 
+        # The batch size of the running `fit`, if it is known.
+        self.fit_batch_size: int | None = None
+
+        # If somebody wants to know what happens in each window: arguments for
+        # a `WindowRecorder`, and the recorder once the backend has made it.
+        self.recording: tuple[bool, int] | None = None
+        self.recorder: Any = None
+        self.means = True
+
         # A compiled optimizer step for the remainder, where eager ones fail.
         self.applying: Any = None
 
@@ -61,7 +70,27 @@ class WindowState:
     @property
     def active(self) -> bool:
         """Whether anything differs from the stock train step."""
-        return self.across or self.micro_batch_size is not None
+        return (
+            self.across
+            or self.micro_batch_size is not None
+            or self.recording is not None
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether each batch is a window of one micro-batch, as in Keras.
+
+        Then nothing is weighted or divided, and the weights stay those of
+        stock Keras to the bit.
+        """
+        return not self.across and self.micro_batch_size is None
+
+    def open_batch_count(self) -> int:
+        """How many batches the open window holds; waits for the device."""
+        count = self.open_batches
+        if count is None:
+            return 0
+        return int(count.numpy() if hasattr(count, "numpy") else count)
 
     def config(self) -> dict[str, Any]:
         """The options, as `compile` takes them."""

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import accumkit
 from accumkit import __main__ as proof_command
 from accumkit.proof import data, runs, verdict
 
@@ -33,13 +34,15 @@ def npz(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def proven(tmp_path_factory):
+@pytest.fixture(scope="module", params=runs.WAYS)
+def proven(request, tmp_path_factory):
     """One run of the command: exit status, folder and what it printed."""
     folder = tmp_path_factory.mktemp("proof") / "new"
     printed = io.StringIO()
+    # The default is the mixin.
+    options = [] if request.param == "mixin" else ["--with", request.param]
     with contextlib.redirect_stdout(printed):
-        status = run(folder)
+        status = run(folder, *options)
     return status, folder, printed.getvalue()
 
 
@@ -98,6 +101,20 @@ def test_wrong_weighting_is_found(tmp_path, monkeypatch, capsys):
     assert "accumkit: the accumulated run is not the large batch" in err
     assert "to rounding" not in out
     assert (tmp_path / "curves.png").exists()
+
+
+def test_wrong_weighting_of_the_optimizer_is_found(
+    tmp_path, monkeypatch, capsys
+):
+    uniform = accumkit.AccumulationOptimizer
+    monkeypatch.setattr(
+        accumkit,
+        "AccumulationOptimizer",
+        lambda optimizer, n, weighting: uniform(optimizer, n),
+    )
+    assert run(tmp_path, "--epochs", "1", "--with", "optimizer") == 1
+    _, err = capsys.readouterr()
+    assert "accumkit: the accumulated run is not the large batch" in err
 
 
 def test_every_run_sees_the_same_windows(npz):
@@ -160,6 +177,7 @@ def test_digits_are_split_alike_every_time():
         (["--batch-size", "0"], "must be an integer from 1 on. Received: 0"),
         (["--batch-size", "x"], "invalid integer value: 'x'"),
         (["--accumulation-steps", "1"], "must be an integer from 2 on"),
+        (["--with", "magic"], "invalid choice: 'magic'"),
         (["--epochs", "0"], "must be an integer from 1 on"),
         (["--seed", "-1"], "must be an integer from 0 on"),
         (["--learning-rate", "0"], "must be a positive number. Received: 0"),

@@ -13,7 +13,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from accumkit import keras_internals, weighting
+from accumkit import keras_internals, recording, weighting
 from accumkit.backends import jax_pieces as pieces
 from accumkit.window_state import WindowState
 
@@ -45,6 +45,8 @@ def create_variables(model: Any, state: WindowState) -> None:
                 )
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    if state.recording is not None and state.recorder is None:
+        state.recorder = recording.WindowRecorder(*state.recording)
 
 
 def _scalar(value: int, name: str) -> Any:
@@ -71,16 +73,19 @@ def _wide(dtype: Any) -> str:
 
 def traveling_variables(state: WindowState) -> list[Any]:
     """Variables that Keras must hand through the train step."""
-    if not state.across or state.steps is None:
-        return []
-    return [
-        state.steps,
-        state.window_steps,
-        state.open_batches,
-        state.open_pieces,
-        state.denominator,
-        *[accumulator for _, accumulator in state.accumulators.values()],
-    ]
+    variables = []
+    if state.steps is not None:
+        variables = [
+            state.steps,
+            state.window_steps,
+            state.open_batches,
+            state.open_pieces,
+            state.denominator,
+            *[accumulator for _, accumulator in state.accumulators.values()],
+        ]
+    if state.recorder is not None:
+        variables += state.recorder.variables
+    return variables
 
 
 def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
@@ -123,20 +128,27 @@ class _Window:
         split = len(others) - own
         self.others, self.own = others[:split], list(others[split:])
         self.steps = None
+        self.records: list[Any] = []
+        if state.recorder is not None:
+            self.records = self.own[-3:]
         self.first: Any = True
         zero = jnp.zeros((), _wide(keras.config.floatx()))
         self.denominator = zero
         self.gradients: Any = None
-        if own:
+        if state.steps is not None:
             self.steps, self.size, self.batches, self.pieces = self.own[:4]
             self.first = self.pieces == 0
             self.denominator = jnp.where(self.first, zero, self.own[4])
-            paired = dict(zip(state.accumulators, self.own[5:], strict=True))
+            paired = self._accumulators(state)
             self.gradients = [paired[id(v)] for v in model.trainable_variables]
         else:
             self.gradients = [
                 jnp.zeros(v.shape, _wide(v.dtype)) for v in self.trainable
             ]
+
+    def _accumulators(self, state: WindowState) -> dict[int, Any]:
+        values = self.own[5 : len(self.own) - len(self.records)]
+        return dict(zip(state.accumulators, values, strict=True))
 
     def carry(self) -> tuple[Any, ...]:
         """What one piece hands to the next."""
@@ -146,6 +158,7 @@ class _Window:
             self.gradients,
             self.denominator,
             self.first,
+            self.records,
         )
 
     def take(self, carry: tuple[Any, ...]) -> None:
@@ -156,6 +169,7 @@ class _Window:
             self.gradients,
             self.denominator,
             self.first,
+            self.records,
         ) = carry
 
     def train_state(self, model: Any, state: WindowState) -> tuple[Any, ...]:
@@ -163,7 +177,7 @@ class _Window:
         own = []
         if self.steps is not None:
             ids = [id(v) for v in model.trainable_variables]
-            paired = dict(zip(state.accumulators, self.own[5:], strict=True))
+            paired = self._accumulators(state)
             paired |= zip(ids, self.gradients, strict=True)
             own = [
                 self.steps,
@@ -173,12 +187,8 @@ class _Window:
                 self.denominator,
                 *paired.values(),
             ]
-        return (
-            self.trainable,
-            [*self.others, *own],
-            self.optimizer,
-            (self.metrics),
-        )
+        others = [*self.others, *own, *self.records]
+        return self.trainable, others, self.optimizer, self.metrics
 
 
 def _all_but_last_piece(
@@ -249,11 +259,12 @@ def _micro_batch(
                 state.warned,
             )
             scaled = weighting.window_loss(model, loss, weight, window.first)
-            state.divides = weight.divides
+            state.divides = weight.divides and not state.whole
+            state.means = weight.divides
             value = jax.lax.stop_gradient(
                 jnp.asarray(weight.value, window.denominator.dtype)
             )
-            if weight.divides and not late:
+            if state.divides and not late:
                 scaled = scaled * value.astype(scaled.dtype)
             scaled = model.optimizer.scale_loss(scaled)
         updates = (
@@ -270,7 +281,23 @@ def _micro_batch(
     if state.divides:
         window.denominator = window.denominator + value
     window.first = jnp.zeros_like(window.first)
+    if state.recorder is not None:
+        samples = weighting.batch_size(x)
+        window.records = _recorded(
+            state, window.records, "add", loss, value, samples
+        )
     return loss.astype(value.dtype), value, y_pred
+
+
+def _recorded(
+    state: WindowState, records: list[Any], method: str, *arguments: Any
+) -> list[Any]:
+    """Runs a method of the recorder on the values that travel."""
+    recorder = state.recorder
+    mapping = list(zip(recorder.variables, records, strict=True))
+    with keras.StatelessScope(mapping) as scope:
+        getattr(recorder, method)(*arguments)
+    return [scope.get_current_value(v) for v in recorder.variables]
 
 
 def _computes_in_float16(model: Any) -> bool:
@@ -316,19 +343,16 @@ def _close_full_window(
     model: Any, state: WindowState, window: _Window, count: int
 ) -> None:
     """Counts the batch; takes the optimizer step if the window is full."""
-    before = (window.trainable, window.optimizer)
+    before = (window.trainable, window.optimizer, window.records)
+    sums = (window.gradients, window.denominator)
     if window.steps is None:
-        window.trainable, window.optimizer = _apply(
-            model, state, *before, window.gradients, window.denominator
-        )
+        after = _apply(model, state, *before, *sums)
+        window.trainable, window.optimizer, window.records = after
         return
     full = window.batches + 1 >= window.size
-    window.trainable, window.optimizer = jax.lax.cond(
+    window.trainable, window.optimizer, window.records = jax.lax.cond(
         full,
-        lambda: _like(
-            before,
-            _apply(model, state, *before, window.gradients, window.denominator),
-        ),
+        lambda: _like(before, _apply(model, state, *before, *sums)),
         lambda: before,
     )
     window.size = jnp.where(full, window.steps, window.size)
@@ -346,16 +370,39 @@ def _apply(
     state: WindowState,
     trainable: Any,
     optimizer: Any,
+    records: Any,
     gradients: Any,
     denominator: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Hands the window's mean gradients to the optimizer, once."""
     if not trainable:
-        return trainable, optimizer
+        return trainable, optimizer, records
     if state.divides:
         divisor = _nonzero(denominator)
         gradients = [g / divisor.astype(g.dtype) for g in gradients]
-    return model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    new = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    if state.recorder is not None:
+        rate, before, scale = _read_optimizer(model, optimizer)
+        stepped = _read_optimizer(model, new[1])[1] - before
+        norm = 0.0
+        if state.recorder.gradient_norm:
+            norm = recording.gradient_norm(gradients, scale)
+        records = _recorded(
+            state, records, "close", state.means, rate, norm, stepped
+        )
+    return *new, records
+
+
+def _read_optimizer(model: Any, values: Any) -> tuple[Any, Any, Any]:
+    """Learning rate, iterations and loss scale of an optimizer's state."""
+    optimizer = model.optimizer
+    mapping = list(zip(optimizer.variables, values, strict=True))
+    with keras.StatelessScope(mapping):
+        return (
+            keras.ops.convert_to_tensor(optimizer.learning_rate),
+            keras.ops.convert_to_tensor(optimizer.iterations),
+            optimizer.scale_loss(jnp.ones(())),
+        )
 
 
 def _nonzero(denominator: Any) -> Any:
@@ -367,6 +414,7 @@ def apply_window(model: Any, state: WindowState) -> None:
     """Takes the optimizer step of the open window, outside a trace."""
     trainable = model.trainable_variables
     optimizer = model.optimizer.variables
+    records = state.recorder.variables if state.recorder is not None else []
     gradients = [state.accumulators[id(v)][1].value for v in trainable]
 
     def step(*values: Any) -> Any:
@@ -376,14 +424,14 @@ def apply_window(model: Any, state: WindowState) -> None:
     if state.applying is None or state.applying[0] is not model.train_function:
         compiled = step if model.run_eagerly else jax.jit(step)
         state.applying = (model.train_function, compiled)
+    variables = (trainable, optimizer, records)
     new = state.applying[1](
-        [v.value for v in trainable],
-        [v.value for v in optimizer],
+        *[[v.value for v in several] for several in variables],
         gradients,
         state.denominator.value,
     )
-    for variables, values in zip((trainable, optimizer), new, strict=True):
-        for variable, value in zip(variables, values, strict=True):
+    for several, values in zip(variables, new, strict=True):
+        for variable, value in zip(several, values, strict=True):
             variable.assign(value)
     discard_window(model, state)
 
@@ -393,7 +441,8 @@ def discard_window(model: Any, state: WindowState) -> None:
     if state.across:
         state.open_batches.assign(0)
         state.open_pieces.assign(0)
-        state.window_steps.assign(state.steps.value)
+        # A copy: Keras donates the buffers, and none may be donated twice.
+        state.window_steps.assign(jnp.array(state.steps.value))
 
 
 def sync(model: Any) -> None:

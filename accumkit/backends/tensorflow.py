@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumkit import keras_internals, weighting
+from accumkit import keras_internals, recording, weighting
 from accumkit.backends import tensorflow_pieces as pieces
 from accumkit.window_state import WindowState
 
@@ -63,6 +63,8 @@ def create_variables(model: Any, state: WindowState) -> None:
                 )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        if state.recording is not None and state.recorder is None:
+            state.recorder = recording.WindowRecorder(*state.recording)
 
 
 def _scalar(value: int, name: str) -> Any:
@@ -232,12 +234,17 @@ def _micro_batch(
             first = tf.logical_and(first, state.open_pieces.value == 0)
         scaled = weighting.window_loss(model, loss, weight, first)
         factor = None
-        if weight.divides:
+        if weight.divides and not state.whole:
             factor = tf.stop_gradient(
                 tf.cast(weight.value, state.denominator.dtype)
             )
-        state.divides = weight.divides
-        if weight.proportional and not state.across and replicas == 1:
+        state.divides = weight.divides and not state.whole
+        if (
+            factor is not None
+            and weight.proportional
+            and not state.across
+            and replicas == 1
+        ):
             # D is known beforehand: dividing each loss spares a pass over
             # the gradients.
             share = weighting.batch_size(x), samples
@@ -259,6 +266,15 @@ def _micro_batch(
     # See `train_step` on data that runs out.
     with tf.control_dependencies([loss]):
         _accumulate(model, state, gradients, late, weight, first)
+        if state.recorder is not None:
+            state.means = weight.divides
+            share = weight.value if weight.divides else 1 / replicas
+            state.recorder.add(
+                loss * replicas,
+                share,
+                weighting.batch_size(x),
+                1 / replicas,
+            )
     return loss * replicas, weight, y_pred
 
 
@@ -371,6 +387,10 @@ def _apply(strategy: Any, model: Any, state: WindowState) -> None:
         return
     denominator = tf.convert_to_tensor(state.denominator.value)
     divisor = _nonzero(denominator)
+    if state.recorder is not None:
+        rate = tf.convert_to_tensor(model.optimizer.learning_rate)
+        before = tf.convert_to_tensor(model.optimizer.iterations)
+        norm = _gradient_norm(model, state, divisor)
 
     def replica():
         gradients = []
@@ -387,11 +407,26 @@ def _apply(strategy: Any, model: Any, state: WindowState) -> None:
             _write_zeros(state)
 
     strategy.extended.call_for_each_replica(replica)
+    if state.recorder is not None:
+        after = tf.convert_to_tensor(model.optimizer.iterations)
+        state.recorder.close(state.means, rate, norm, after - before)
     _empty_counts(state)
     if model.run_eagerly:
         # In a trace what got a gradient is settled; eagerly each window
         # finds out anew.
         state.touched.clear()
+
+
+def _gradient_norm(model: Any, state: WindowState, divisor: Any) -> Any:
+    if not state.recorder.gradient_norm:
+        return 0.0
+    gradients = [
+        tf.convert_to_tensor(accumulator.value)
+        for _, accumulator in state.accumulators.values()
+    ]
+    scale = model.optimizer.scale_loss(tf.ones(()))
+    norm = recording.gradient_norm(gradients, scale)
+    return norm / tf.cast(divisor, norm.dtype) if state.divides else norm
 
 
 def _nonzero(denominator: Any) -> Any:

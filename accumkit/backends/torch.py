@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import torch
 
-from accumkit import keras_internals, weighting
+from accumkit import keras_internals, recording, weighting
 from accumkit.backends import torch_pieces as pieces
 from accumkit.window_state import WindowState
 
@@ -49,6 +49,8 @@ def create_variables(model: Any, state: WindowState) -> None:
         state.denominator = 0.0
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    if state.recording is not None and state.recorder is None:
+        state.recorder = recording.WindowRecorder(*state.recording)
 
 
 class _Count:
@@ -148,13 +150,13 @@ def _micro_batch(
         sample_weight,
         state.warned,
     )
-    state.divides = weight.divides
+    state.divides = weight.divides and not state.whole
     first = index == 0 and (not state.across or state.open_pieces.value == 0)
     scaled = weighting.window_loss(model, loss, weight, first)
     # A float16 backward pass overflows if the loss is multiplied by the number
     # of tokens, say; then the gradients are, in float32.
     late = None
-    if weight.divides:
+    if state.divides:
         if _computes_in_float16(model):
             late = weight.value
         else:
@@ -164,7 +166,13 @@ def _micro_batch(
     if model.trainable_variables:
         scaled.backward()
         _accumulate(model, state, late)
-    return loss.detach(), weight, y_pred
+    loss = loss.detach()
+    if state.recorder is not None:
+        state.means = weight.divides
+        samples = weighting.batch_size(x)
+        with torch.no_grad():
+            state.recorder.add(loss, weight.value, samples)
+    return loss, weight, y_pred
 
 
 def _computes_in_float16(model: Any) -> bool:
@@ -219,7 +227,19 @@ def _apply(model: Any, state: WindowState) -> None:
             present = [g for g in gradients if g is not None]
             if present:
                 torch._foreach_div_(present, divisor)
-        model.optimizer.apply(gradients, variables)
+        optimizer = model.optimizer
+        if state.recorder is None:
+            optimizer.apply(gradients, variables)
+        else:
+            rate = keras.ops.copy(optimizer.learning_rate)
+            before = keras.ops.copy(optimizer.iterations)
+            norm = 0.0
+            if state.recorder.gradient_norm:
+                scale = optimizer.scale_loss(torch.ones(()))
+                norm = recording.gradient_norm(gradients, scale)
+            optimizer.apply(gradients, variables)
+            stepped = optimizer.iterations - before
+            state.recorder.close(state.means, rate, norm, stepped)
     _empty(model, state)
 
 

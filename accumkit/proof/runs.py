@@ -11,11 +11,32 @@ import keras
 import numpy as np
 
 import accumkit
+from accumkit.callbacks.accumulation_optimizer_remainder import (
+    OptimizerRemainder,
+)
 from accumkit.proof.data import Data
+
+WAYS = ("mixin", "optimizer")
+"""What can accumulate."""
 
 
 class Net(accumkit.AccumulationMixin, keras.Sequential):
     """The model of the accumulated run; the other runs are stock Keras."""
+
+
+class Counting(keras.Sequential):
+    """The same with an `AccumulationOptimizer`.
+
+    The last micro-batch of an epoch may be smaller than the others, which the
+    optimizer must be told.
+    """
+
+    def train_step(self, *args: Any) -> Any:
+        """Runs one batch, as Keras does."""
+        x, _ = args[-1]
+        optimizer: Any = self.optimizer
+        with optimizer.micro_batch_weight(keras.ops.shape(x)[0]):
+            return super().train_step(*args)
 
 
 @dataclasses.dataclass
@@ -90,6 +111,7 @@ def train(
     learning_rate: float,
     seed: int,
     report: Callable[[Run], None],
+    way: str = "mixin",
 ) -> Proof:
     """Trains all runs.
 
@@ -101,6 +123,7 @@ def train(
         learning_rate: Of Adam, the same for all runs.
         seed: Of the initial weights and the sample orders.
         report: Called with the run after each of its epochs.
+        way: What accumulates, one of `WAYS`. Defaults to `"mixin"`.
 
     Returns:
         The runs.
@@ -117,7 +140,7 @@ def train(
         Run("large batch, reordered", effective),
     )
     for run in (proof.micro, proof.accumulated, proof.large, proof.reordered):
-        model = _compiled(run, data, learning_rate)
+        model = _compiled(run, data, learning_rate, way)
         model.set_weights(start)
         run.weights.append(_vector(model))
         for epoch, order in enumerate(orders):
@@ -138,15 +161,24 @@ def _model(kind: type[keras.Sequential], data: Data) -> Any:
     )
 
 
-def _compiled(run: Run, data: Data, learning_rate: float) -> Any:
-    accumulates = run.accumulation_steps > 1
-    model = _model(Net if accumulates else keras.Sequential, data)
-    options = {"accumulation_steps": run.accumulation_steps}
+def _compiled(run: Run, data: Data, learning_rate: float, way: str) -> Any:
+    kind: type[keras.Sequential] = keras.Sequential
+    optimizer: Any = keras.optimizers.Adam(learning_rate)
+    options = {}
+    if run.accumulation_steps > 1 and way == "mixin":
+        kind = Net
+        options = {"accumulation_steps": run.accumulation_steps}
+    elif run.accumulation_steps > 1:
+        kind = Counting
+        optimizer = accumkit.AccumulationOptimizer(
+            optimizer, run.accumulation_steps, weighting="exact"
+        )
+    model = _model(kind, data)
     model.compile(
-        keras.optimizers.Adam(learning_rate),
+        optimizer,
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
-        **(options if accumulates else {}),
+        **options,
     )
     return model
 
@@ -155,6 +187,8 @@ def _epoch(
     run: Run, model: Any, data: Data, epoch: int, order: np.ndarray
 ) -> None:
     before = run.rows[-1] if run.rows else {"samples": 0, "seconds": 0.0}
+    counting = isinstance(model, Counting)
+    callbacks = [OptimizerRemainder()] if counting else []
     clock = time.perf_counter()
     # A `fit` for each epoch, so that all runs can be given the same order.
     history = model.fit(
@@ -166,6 +200,7 @@ def _epoch(
         epochs=epoch + 1,
         validation_data=(data.x_test, data.y_test),
         validation_batch_size=1000,
+        callbacks=callbacks,
         verbose=0,
     )
     seconds = time.perf_counter() - clock

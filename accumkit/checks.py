@@ -98,6 +98,21 @@ def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
             )
 
 
+def gradients_have_means(variables: Iterable[Any]) -> None:
+    """Raises for variables that are overwritten with their gradients.
+
+    Raises:
+        ValueError: If there are any, as in float8 layers.
+    """
+    if any(getattr(v, "overwrite_with_gradient", False) for v in variables):
+        raise ValueError(
+            "`accumulation_steps` and `micro_batch_size` do not go with "
+            "variables that are overwritten with their gradients, as those of "
+            "float8 layers are: such a gradient has no mean. Received: a "
+            "model with float8 layers. Train them without accumulation."
+        )
+
+
 def one_reduction(losses: Iterable[Any]) -> None:
     """Raises if some outputs' losses are summed and others averaged.
 

@@ -291,6 +291,7 @@ class AccumulationMixin:
         """Creates the window's variables, then Keras's train function."""
         model: Any = self
         if self._accumulation.active and model.built:
+            checks.gradients_have_means(model.trainable_variables)
             backend.create_variables(model, self._accumulation)
         return super().make_train_function(force)  # ty: ignore
 

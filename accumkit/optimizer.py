@@ -254,7 +254,8 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
 
         It is a context, since train steps, `LossScaleOptimizer` and
         `MultiOptimizer` call `apply` with gradients and variables only; so
-        it also works around a train step that is not yours.
+        it also works around a train step that is not yours. Under
+        `mixed_float16` this optimizer is `self.optimizer.inner_optimizer`.
 
         Example:
 
@@ -374,25 +375,40 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> Any:
-        """That of the wrapped optimizer; settable."""
+        """That of the wrapped optimizer; settable.
+
+        1.0 where a `LossScaleOptimizer` is inside; then it must not be set.
+        """
         inner = vars(self).get("inner_optimizer")
-        return getattr(inner, "loss_scale_factor", None)
+        # Not None, which `LossScaleOptimizer` sets on what it wraps: Keras on
+        # TensorFlow skips setting what is there already, and a second scaling
+        # must be noticed.
+        return (
+            1.0 if self._scales() else getattr(inner, "loss_scale_factor", None)
+        )
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         inner = vars(self).get("inner_optimizer")
         if inner is None:  # The constructor of the base class.
             return
-        for one in checks.nested_optimizers(inner):
-            if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                raise ValueError(
-                    "`loss_scale_factor` must not be set where a "
-                    "LossScaleOptimizer is inside, and no second one be "
-                    "wrapped around: gradients would be unscaled twice. "
-                    f"Received: loss_scale_factor={value}. Under "
-                    "mixed_float16 call `compile(..., auto_scale_loss=False)`."
-                )
+        if self._scales():
+            raise ValueError(
+                "`loss_scale_factor` must not be set where a "
+                "LossScaleOptimizer is inside, nor a second one be wrapped "
+                "around: gradients would be unscaled twice. Received: "
+                f"loss_scale_factor={value}. Under mixed_float16 call "
+                "`compile(..., auto_scale_loss=False)`."
+            )
         inner.loss_scale_factor = value
+
+    def _scales(self) -> bool:
+        return any(
+            isinstance(one, keras.optimizers.LossScaleOptimizer)
+            for one in checks.nested_optimizers(
+                vars(self).get("inner_optimizer")
+            )
+        )
 
     def scale_loss(self, loss: Any) -> Any:
         """Scales a loss as the wrapped optimizer does."""

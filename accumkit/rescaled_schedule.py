@@ -108,7 +108,14 @@ class RescaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def original(cls, schedule: Any) -> Any:
-        """Returns the schedule inside, or `schedule` if there is none."""
+        """Returns the schedule inside, or `schedule` if there is none.
+
+        Args:
+            schedule: A schedule, or a `RescaledSchedule` around one.
+
+        Returns:
+            The schedule as its user made it.
+        """
         return schedule.schedule if isinstance(schedule, cls) else schedule
 
     def get_config(self) -> dict[str, Any]:

@@ -189,6 +189,15 @@ def test_added_losses_beside_tokens():
         model.fit(ids, ids % 2, batch_size=1, verbose=0)
 
 
+def test_float8_scales_have_no_mean():
+    model = mlp(Net)
+    model.trainable_variables[0].overwrite_with_gradient = True
+    model.compile("sgd", "mse", accumulation_steps=2)
+    x, y, _ = regression_data(4)
+    with pytest.raises(ValueError, match="float8"):
+        model.fit(x, y, batch_size=2, verbose=0)
+
+
 def test_warnings_have_one_base():
     assert issubclass(accumkit.AccumkitWarning, UserWarning)
 

@@ -191,7 +191,9 @@ def test_even_windows_are_the_large_batch(optimizer, mode):
     )
     alone, _ = train(mlp, keras.Model, data, 4, make())
     assert iterations(ours) == iterations(stock) == 6
-    assert distance(ours, stock, start) < TOLERANCE
+    # Ten times shorter steps: the rounding of weights counts ten times more.
+    factor = 10 if optimizer == "slow sgd" else 1
+    assert distance(ours, stock, start) < factor * TOLERANCE
     assert distance(alone, stock, start) > 1e-2
 
 
@@ -203,7 +205,10 @@ class Weighing(keras.Model):
         known = keras.ops.shape(x)[0]
         if "int" in keras.backend.standardize_dtype(x.dtype):
             known = keras.ops.sum(keras.ops.cast(x != 0, "float32"))
-        with self.optimizer.micro_batch_weight(known):
+        optimizer = self.optimizer
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            optimizer = optimizer.inner_optimizer
+        with optimizer.micro_batch_weight(known):
             return super().train_step(*args)
 
 
@@ -231,15 +236,17 @@ def test_exact_weights_are_the_large_batch(kind, mode):
 
 
 def test_exact_needs_weights():
+    variable, one = keras.Variable([0.0]), keras.ops.ones((1,))
     optimizer = AccumulationOptimizer(SGD(0.1), 2, "exact")
-    model = plain(optimizer)
+    optimizer.build([variable])
     with pytest.raises(ValueError, match=r"`weighting='exact'` needs .*with"):
-        fit(model, 1, 2)
+        optimizer.apply([one])
     # A weight ends with its block.
     with pytest.raises(RuntimeError), optimizer.micro_batch_weight(3):
         raise RuntimeError
     with pytest.raises(ValueError, match="weight"):
-        fit(model, 1, 2)
+        optimizer.apply([one])
+    assert optimizer.open_micro_batches == 0
 
 
 def test_windows_without_weight_do_nothing():
@@ -293,7 +300,7 @@ class Gan(keras.Model):
     def step_on_tensorflow(self, data):
         import tensorflow as tf
 
-        x, z = data
+        x, z = data[:2]
         losses = (lambda: self.d_loss(x, z), lambda: self.g_loss(z))
         for (variables, optimizer), loss in zip(
             self.parts(), losses, strict=True
@@ -302,10 +309,10 @@ class Gan(keras.Model):
                 value = loss()
             grads = tape.gradient(value, variables)
             optimizer.apply_gradients(zip(grads, variables, strict=True))
-        return {}
+        return {"mean": keras.ops.mean(x)}
 
     def step_on_torch(self, data):
-        x, z = data
+        x, z = data[:2]
         losses = (lambda: self.d_loss(x, z), lambda: self.g_loss(z))
         for (variables, optimizer), loss in zip(
             self.parts(), losses, strict=True
@@ -313,12 +320,12 @@ class Gan(keras.Model):
             self.zero_grad()
             loss().backward()
             optimizer.apply([v.value.grad for v in variables], variables)
-        return {}
+        return {"mean": keras.ops.mean(x)}
 
     def step_on_jax(self, state, data):
         import jax
 
-        x, z = data
+        x, z = data[:2]
         trainable, others, d_state, metrics = state
         split = len(others) - len(self.g_optimizer.variables)
         states = [d_state, others[split:]]
@@ -339,7 +346,7 @@ class Gan(keras.Model):
             )
             values = values | dict(zip(map(id, variables), own, strict=True))
         trainable = [values[id(v)] for v in self.trainable_variables]
-        return {}, (
+        return {"mean": keras.ops.mean(x)}, (
             trainable,
             [*others[:split], *states[1]],
             states[0],
@@ -555,7 +562,8 @@ def test_16_bit_variables_have_wide_accumulators(dtype):
     for _ in range(256):
         optimizer.apply([tiny * keras.ops.ones((1,), dtype)])
     expected = -(1 + 256 * tiny) / 257
-    value = float(np.asarray(keras.ops.cast(variable, "float32"))[0])
+    wide = keras.ops.cast(variable, "float32")
+    value = float(keras.ops.convert_to_numpy(wide)[0])
     assert value == pytest.approx(expected, rel=2**-7)
     assert value != pytest.approx(-1 / 257, rel=2**-5)
 

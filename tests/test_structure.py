@@ -27,6 +27,7 @@ LONG = {
     "backends/jax.py": "read side by side with the other two, in one order",
     "backends/tensorflow.py": "read side by side with the other two",
     "backends/torch.py": "read side by side with the other two",
+    "optimizer.py": "one class, Keras's whole optimizer interface",
     "mixin.py": "one class; two thirds of it are docstrings",
     "plotting/curves.py": "two drawing functions, half of it docstrings",
     "weighting.py": "one idea, what a loss divided by",

@@ -95,9 +95,13 @@ def scan(
         What the last piece hands on, and None.
     """
     length = jax.tree.leaves(stacked)[0].shape[0]
-    unroll = 1
+
+    def piece(index: int) -> Any:
+        return jax.tree.map(lambda v: v[index], stacked)
+
     if jax.default_backend() == "cpu" and length <= _MOST_UNROLLED:
-        first = jax.tree.map(lambda v: v[0], stacked)
-        if "conv_general_dilated" in str(jax.make_jaxpr(body)(carry, first)):
-            unroll = length
-    return jax.lax.scan(body, carry, stacked, unroll=unroll)
+        if "conv_general_dilated" in str(jax.make_jaxpr(body)(carry, piece(0))):
+            for index in range(length):
+                carry, _ = body(carry, piece(index))
+            return carry, None
+    return jax.lax.scan(body, carry, stacked)

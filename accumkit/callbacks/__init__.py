@@ -1,5 +1,8 @@
 """Callbacks for training with accumulated gradients."""
 
+from accumkit.callbacks.accumulation_optimizer_remainder import (
+    OptimizerRemainder as OptimizerRemainder,
+)
 from accumkit.callbacks.accumulation_scheduler import (
     AccumulationScheduler as AccumulationScheduler,
 )
@@ -18,4 +21,5 @@ __all__ = [
     "BatchNormalizationCheck",
     "EffectiveStepLogger",
     "LearningRateScheduleAdjuster",
+    "OptimizerRemainder",
 ]

@@ -117,7 +117,7 @@ class AccumulationMixin:
             backend.check_options(kwargs)
             if weighting == "exact":
                 checks.one_reduction(keras.tree.flatten(loss))
-        super().compile(optimizer, loss, *args, **kwargs)  # ty: ignore
+        super().compile(optimizer, loss, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._accumulation = state
 
     def _check_accumulation(self, optimizer: Any, state: WindowState) -> None:
@@ -284,7 +284,7 @@ class AccumulationMixin:
         """Runs one batch, as `keras.Model.train_step` of the backend does."""
         model: Any = self
         if not self._accumulation.active:
-            return super().train_step(*args, **kwargs)  # ty: ignore
+            return super().train_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return backend.train_step(model, *args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -293,7 +293,7 @@ class AccumulationMixin:
         if self._accumulation.active and model.built:
             checks.gradients_have_means(model.trainable_variables)
             backend.create_variables(model, self._accumulation)
-        return super().make_train_function(force)  # ty: ignore
+        return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
 
     def fit(
         self,
@@ -342,7 +342,7 @@ class AccumulationMixin:
             given = keras.tree.flatten(callbacks) if callbacks else []
             callbacks = [closing, *given]
         try:
-            return super().fit(  # ty: ignore
+            return super().fit(  # pyright: ignore[reportAttributeAccessIssue]
                 x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
             )
         finally:
@@ -356,7 +356,7 @@ class AccumulationMixin:
 
         An open window is discarded: its gradients belong to other weights.
         """
-        super().load_weights(*args, **kwargs)  # ty: ignore
+        super().load_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     @property
@@ -366,7 +366,7 @@ class AccumulationMixin:
         JAX's train step is handed its state through this list. `weights` does
         not have them on any backend.
         """
-        own = super().variables  # ty: ignore
+        own = super().variables  # pyright: ignore[reportAttributeAccessIssue]
         return own + backend.traveling_variables(self._accumulation)
 
     def get_compile_config(self) -> dict[str, Any]:
@@ -376,7 +376,7 @@ class AccumulationMixin:
         clone into a plain `Sequential` hands its config to a `compile` that
         does not know them.
         """
-        config = super().get_compile_config()  # ty: ignore
+        config = super().get_compile_config()  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(config.get("optimizer"), dict):
             config["optimizer"][_CONFIG_KEY] = self._accumulation.config()
         return config
@@ -390,7 +390,7 @@ class AccumulationMixin:
         model: Any = self
         if type(self).compile is not AccumulationMixin.compile:
             # Keras says what a class with a `compile` of its own must do.
-            super().compile_from_config(config)  # ty: ignore
+            super().compile_from_config(config)  # pyright: ignore[reportAttributeAccessIssue]
             return
         options = {}
         if isinstance(config.get("optimizer"), dict):

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     "micro_batches",
     "samples",
     "loss",

@@ -7,7 +7,7 @@ The first micro-batch of a window overwrites the accumulators instead of
 adding to them, so that nothing has to be reset.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import keras
@@ -200,7 +200,7 @@ def _all_but_last_piece(
         Σ D_i·L_i and Σ D_i of those pieces, the number of all pieces, and the
         last one.
     """
-    full, last, count = pieces.cut(batch, state.micro_batch_size)
+    full, last, count = pieces.cut(batch, cast(int, state.micro_batch_size))
     zero = jnp.zeros((), window.denominator.dtype)
     if count == 1:
         return zero, zero, count, last

@@ -24,9 +24,13 @@ def replica_id() -> int:
     return 0
 
 
+# pyright does not find the submodule.
+_Tracer: Any = jax.core.Tracer  # pyright: ignore
+
+
 def is_traced() -> bool:
     """Whether the calling code is traced rather than run."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), _Tracer)
 
 
 def apply(
@@ -86,7 +90,7 @@ def stateless_apply(
     first = pieces == 0
     value = jnp.asarray(1 if weight is None else weight, denominator.dtype)
     value = jax.lax.stop_gradient(value)
-    now = SimpleNamespace(
+    now: Any = SimpleNamespace(
         trainable=list(trainable_values),
         optimizer=inner,
         records=[],
@@ -101,7 +105,7 @@ def stateless_apply(
     filled = [jnp.zeros(()) if g is None else g for g in gradients]
     window._accumulate(now, filled, None if weight is None else value)
     # Outside a trace a `cond` would be compiled anew for every micro-batch.
-    traced = isinstance(first, jax.core.Tracer)
+    traced = isinstance(first, _Tracer)
     with contextlib.nullcontext() if traced else jax.disable_jit():
         window._close_full_window(_masked(trained, state), state, now, 1)
         if not traced and trained.run_eagerly and now.pieces == 0:

@@ -10,7 +10,7 @@ window.
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -158,7 +158,7 @@ def _build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
         return
     with keras.StatelessScope():
         y_pred = keras_internals.forward(model, x)
-        if build_loss:
+        if compiled is not None and build_loss:
             compiled(y, y_pred, sample_weight)
 
 
@@ -171,7 +171,7 @@ def _all_but_last_piece(
         Σ D_i·L_i and Σ D_i of those pieces, the number of all pieces, and the
         last one.
     """
-    size = state.micro_batch_size
+    size = cast(int, state.micro_batch_size)
     batch = pieces.checked(batch)
     if isinstance(samples, int):
         before = max((samples - 1) // size, 0)
@@ -316,7 +316,8 @@ def _accumulate(
     def overwrite():
         for accumulator, gradient, touched in pairs:
             if isinstance(gradient, tf.IndexedSlices) or (
-                gradient is None and touched
+                # Eagerly an earlier window's sum may lie there.
+                gradient is None and (touched or model.run_eagerly)
             ):
                 accumulator.assign(tf.zeros_like(accumulator))
             if isinstance(gradient, tf.IndexedSlices):
@@ -387,6 +388,9 @@ def _apply(strategy: Any, model: Any, state: WindowState) -> None:
         return
     denominator = tf.convert_to_tensor(state.denominator.value)
     divisor = _nonzero(denominator)
+    rate: Any = None
+    before: Any = None
+    norm: Any = None
     if state.recorder is not None:
         rate = tf.convert_to_tensor(model.optimizer.learning_rate)
         before = tf.convert_to_tensor(model.optimizer.iterations)

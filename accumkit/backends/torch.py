@@ -6,7 +6,7 @@ counts are Python numbers, and a weight that is a tensor stays one. Only where
 16 bits would round the sum away are there accumulators in float32.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import keras
 import torch
@@ -117,7 +117,7 @@ def _all_but_last_piece(
         Σ D_i·L_i and Σ D_i of those pieces, the number of all pieces, and the
         last one.
     """
-    *full, last = pieces.cut(batch, state.micro_batch_size)
+    *full, last = pieces.cut(batch, cast(int, state.micro_batch_size))
     loss = denominator = 0.0
     for index, piece in enumerate(full):
         value, weight, y_pred = _micro_batch(model, state, piece, index)
@@ -226,7 +226,7 @@ def _apply(model: Any, state: WindowState) -> None:
             divisor = _nonzero(state.denominator)
             present = [g for g in gradients if g is not None]
             if present:
-                torch._foreach_div_(present, divisor)
+                torch._foreach_div_(present, divisor)  # pyright: ignore
         optimizer = model.optimizer
         if state.recorder is None:
             optimizer.apply(gradients, variables)

@@ -62,7 +62,7 @@ def apply(
             own = wide.clone() if wide is gradient else wide
             state.accumulators[id(variable)] = (variable, own)
     if totals:
-        torch._foreach_add_(totals, added)
+        torch._foreach_add_(totals, added)  # pyright: ignore
     state.denominator = state.denominator + (1 if weight is None else weight)
     state.open_batches.value += 1
     state.open_pieces.value += 1
@@ -89,7 +89,7 @@ def stateless_apply(
 def apply_window(trained: Trained, state: WindowState) -> None:
     """Takes the optimizer step of the open window."""
     present = [gradient for _, gradient in state.accumulators.values()]
-    torch._foreach_div_(present, window._nonzero(state.denominator))
+    torch._foreach_div_(present, window._nonzero(state.denominator))  # pyright: ignore
     gradients = [
         state.accumulators.get(id(v), (v, None))[1]
         for v in trained.trainable_variables

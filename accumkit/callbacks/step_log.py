@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "optimizer_step",
     "epoch",
     "micro_batches",

@@ -19,6 +19,13 @@ def checked(batch: Any) -> Any:
             rest. Where lengths are not known before the graph runs, it raises
             `tf.errors.InvalidArgumentError` with the same message.
     """
+    # `train_on_batch` hands an eager step NumPy arrays as they are.
+    batch = keras.tree.map_structure(
+        lambda v: (
+            v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v)
+        ),
+        batch,
+    )
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
     sizes = {shape[0] for shape in shapes if shape} - {None}

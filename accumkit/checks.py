@@ -71,6 +71,19 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
             yield from nested_optimizers(one)
 
 
+def builtin_steps(optimizer: Any) -> int:
+    """Returns N of Keras's own accumulation, 1 if it is not used.
+
+    Args:
+        optimizer: The optimizer of a plain Keras model.
+    """
+    for inner in nested_optimizers(optimizer):
+        steps = getattr(inner, "gradient_accumulation_steps", None)
+        if steps:
+            return int(steps)
+    return 1
+
+
 def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
     """Raises if the optimizer, or one inside it, accumulates on its own.
 
@@ -96,6 +109,31 @@ def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
                 f"{type(inner).__name__}({name}={own}). Remove `{name}` from "
                 f"the optimizer, or leave out `{setting}`."
             )
+
+
+def rows_to_cut(shapes: list[tuple[Any, ...]]) -> str:
+    """Raises if arrays cannot be cut into pieces along a common first axis.
+
+    Args:
+        shapes: Of inputs, targets and sample weights; None where a length is
+            not known yet.
+
+    Returns:
+        The message, for lengths that turn out to differ later.
+
+    Raises:
+        ValueError: If one has no axis, or another length than the rest.
+    """
+    message = (
+        "`micro_batch_size` needs inputs, targets and sample weights that all "
+        "have the batch as their first axis, to cut them into pieces. "
+        f"Received: shapes {shapes}. Repeat a value without batch axis for "
+        "each sample, or use `accumulation_steps` with smaller batches."
+    )
+    lengths = {shape[0] for shape in shapes if shape} - {None}
+    if not all(shapes) or len(lengths) > 1:
+        raise ValueError(message)
+    return message
 
 
 def gradients_have_means(variables: Iterable[Any]) -> None:

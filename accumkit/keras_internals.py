@@ -17,6 +17,7 @@ __all__ = [
     "apply_mask",
     "compile_loss",
     "compute_loss",
+    "computes_in_float16",
     "forward",
     "get_keras_mask",
     "loss_tracker",
@@ -118,6 +119,12 @@ def all_layers(model: Any) -> dict[str, Any]:
 
     walk(model, "")
     return found
+
+
+def computes_in_float16(model: Any) -> bool:
+    """Whether any layer does; a policy may be set on a single layer."""
+    layers = [model, *all_layers(model).values()]
+    return any(layer.compute_dtype == "float16" for layer in layers)
 
 
 def schedule_of(optimizer: Any) -> Any:

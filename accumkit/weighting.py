@@ -16,6 +16,7 @@ import keras
 from keras import ops
 
 from accumkit import keras_internals, messages
+from accumkit.window_state import WindowState
 
 
 @dataclass
@@ -160,31 +161,36 @@ def batch_size(x: Any) -> Any:
     return ops.shape(first)[0]
 
 
-def micro_batch_weight(
-    model: Any,
-    weighting: str,
-    observations: list[Observation],
-    x: Any,
-    y: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    warned: set[str],
-) -> Weight:
-    """Returns the weight D_i of a micro-batch.
+def loss_and_weight(
+    model: Any, state: WindowState, batch: Any, y_pred: Any
+) -> tuple[Any, Weight]:
+    """Computes a micro-batch's loss and what it weighs in its window.
 
     Args:
-        model: The model, after its loss has been computed.
-        weighting: `"exact"` or `"uniform"`.
-        observations: What `observed_losses` recorded.
-        x: Inputs, any nesting, batch first.
-        y: Targets.
-        y_pred: Predictions.
-        sample_weight: Sample weights or None.
-        warned: Warnings already given for this `compile`.
+        model: The model; its compiled loss must be built.
+        state: Its window.
+        batch: `(x, y, sample_weight)`, any nesting, batch first.
+        y_pred: Predictions, with their masks.
 
     Returns:
-        A `Weight`.
+        The loss L_i, and a `Weight`.
     """
+    x, y, sample_weight = batch
+    with observed_losses(model) as observations:
+        loss = keras_internals.compute_loss(model, x, y, y_pred, sample_weight)
+    weight = _weight(model, state, observations, batch, y_pred)
+    return loss, weight
+
+
+def _weight(
+    model: Any,
+    state: WindowState,
+    observations: list[Observation],
+    batch: Any,
+    y_pred: Any,
+) -> Weight:
+    x, y, sample_weight = batch
+    warned = state.warned
     if not model.trainable_weights:
         messages.warn_once(
             warned,
@@ -194,7 +200,7 @@ def micro_batch_weight(
             "trained and call `compile` again.",
             stacklevel=2,
         )
-    if weighting == "uniform":
+    if state.weighting == "uniform":
         return Weight(1)
     own = model.accumulation_weight(x, y, y_pred, sample_weight)
     if own is not None:

@@ -3,6 +3,11 @@
 from typing import Any
 
 
+def wide_dtype(dtype: str) -> str:
+    """The dtype in which gradients of `dtype` are summed, float32 or wider."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
 class WindowState:
     """Options of `compile` and the variables of the open window.
 

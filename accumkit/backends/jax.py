@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from accumkit import keras_internals, recording, weighting
 from accumkit.backends import jax_pieces as pieces
-from accumkit.window_state import WindowState
+from accumkit.window_state import WindowState, wide_dtype
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -67,8 +67,7 @@ def _zeros(shape: Any, dtype: str, name: str) -> Any:
 
 
 def _wide(dtype: Any) -> str:
-    name = keras.backend.standardize_dtype(dtype)
-    return "float32" if name in ("float16", "bfloat16") else name
+    return wide_dtype(keras.backend.standardize_dtype(dtype))
 
 
 def traveling_variables(state: WindowState) -> list[Any]:
@@ -229,8 +228,8 @@ def _micro_batch(
     Returns:
         Its loss, its weight D_i and its predictions.
     """
-    x, y, sample_weight = batch
-    late = _computes_in_float16(model)
+    x = batch[0]
+    late = keras_internals.computes_in_float16(model)
     others = model.non_trainable_variables
     others = others[: len(others) - len(window.own)]
 
@@ -243,20 +242,9 @@ def _micro_batch(
         ]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             y_pred = keras_internals.forward(model, x)
-            with weighting.observed_losses(model) as observations:
-                loss = keras_internals.compute_loss(
-                    model, x, y, y_pred, sample_weight
-                )
             # The mask on a prediction does not outlive this function.
-            weight = weighting.micro_batch_weight(
-                model,
-                state.weighting,
-                observations,
-                x,
-                y,
-                y_pred,
-                sample_weight,
-                state.warned,
+            loss, weight = weighting.loss_and_weight(
+                model, state, batch, y_pred
             )
             scaled = weighting.window_loss(model, loss, weight, window.first)
             state.divides = weight.divides and not state.whole
@@ -298,12 +286,6 @@ def _recorded(
     with keras.StatelessScope(mapping) as scope:
         getattr(recorder, method)(*arguments)
     return [scope.get_current_value(v) for v in recorder.variables]
-
-
-def _computes_in_float16(model: Any) -> bool:
-    return any(
-        layer.compute_dtype == "float16" for layer in model._flatten_layers()
-    )
 
 
 def _accumulate(window: _Window, gradients: Any, factor: Any) -> None:

@@ -7,6 +7,8 @@ import jax
 import keras
 from jax import numpy as jnp
 
+from accumkit import checks
+
 # Unrolled further, compiling takes longer than it saves.
 _MOST_UNROLLED = 64
 
@@ -32,14 +34,7 @@ def cut(batch: Any, size: int) -> tuple[Any, Any, int]:
     """
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
-    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            "`micro_batch_size` needs inputs, targets and sample weights that "
-            "all have the batch as their first axis, to cut them into pieces. "
-            f"Received: shapes {shapes}. Repeat a value without batch axis "
-            "for each sample, or use `accumulation_steps` with smaller "
-            "batches."
-        )
+    checks.rows_to_cut(shapes)
     rows = shapes[0][0]
     shares = _shares(rows)
     share, each = rows // shares, max(size // shares, 1)

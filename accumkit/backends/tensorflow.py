@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from accumkit import keras_internals, recording, weighting
 from accumkit.backends import tensorflow_pieces as pieces
-from accumkit.window_state import WindowState
+from accumkit.window_state import WindowState, wide_dtype
 
 # Up to this many numbers writing zeros is faster than the branch that spares
 # it: on a 784-128-10 net, micro-batch 1, the branch costs 7 % of a step.
@@ -83,7 +83,7 @@ def _local(shape: Any, dtype: str, name: str) -> Any:
     return keras.Variable(
         "zeros",
         shape=tuple(shape),
-        dtype="float32" if dtype in ("float16", "bfloat16") else dtype,
+        dtype=wide_dtype(dtype),
         trainable=False,
         autocast=False,
         synchronization="on_read",
@@ -210,25 +210,12 @@ def _micro_batch(
     Returns:
         Its loss, its weight and its predictions.
     """
-    x, y, sample_weight = batch
+    x = batch[0]
     variables = model.trainable_variables
     replicas = model.distribute_strategy.num_replicas_in_sync
     with tf.GradientTape() as tape:
         y_pred = keras_internals.forward(model, x)
-        with weighting.observed_losses(model) as observations:
-            loss = keras_internals.compute_loss(
-                model, x, y, y_pred, sample_weight
-            )
-        weight = weighting.micro_batch_weight(
-            model,
-            state.weighting,
-            observations,
-            x,
-            y,
-            y_pred,
-            sample_weight,
-            state.warned,
-        )
+        loss, weight = weighting.loss_and_weight(model, state, batch, y_pred)
         first = index == 0
         if state.across:
             first = tf.logical_and(first, state.open_pieces.value == 0)
@@ -258,7 +245,7 @@ def _micro_batch(
             factor = factor * replicas
         # A float16 backward pass overflows if the loss is multiplied by the
         # number of tokens, say; then the gradients are, in float32.
-        late = factor if _computes_in_float16(model) else None
+        late = factor if keras_internals.computes_in_float16(model) else None
         if factor is not None and late is None:
             scaled = scaled * tf.cast(factor, scaled.dtype)
         scaled = model.optimizer.scale_loss(scaled)
@@ -276,12 +263,6 @@ def _micro_batch(
                 1 / replicas,
             )
     return loss * replicas, weight, y_pred
-
-
-def _computes_in_float16(model: Any) -> bool:
-    return any(
-        layer.compute_dtype == "float16" for layer in model._flatten_layers()
-    )
 
 
 def _accumulate(
@@ -469,6 +450,8 @@ def discard_window(model: Any, state: WindowState) -> None:
     with model.distribute_strategy.scope():
         _write_zeros(state)
         _empty_counts(state)
+    if model.run_eagerly:
+        state.touched.clear()
 
 
 def sync(model: Any) -> None:

@@ -57,14 +57,6 @@ def apply(
             "`strategy.run` runs."
         )
     first = state.open_batches.value == 0
-    if not is_traced() and first:
-        # What got a gradient in an earlier window only still has its sum.
-        for variable, gradient in zip(
-            trained.trainable_variables, gradients, strict=True
-        ):
-            if gradient is None:
-                accumulator = state.accumulators[id(variable)][1].value
-                accumulator.assign(tf.zeros_like(accumulator))
     given = 1 if weight is None else tf.stop_gradient(weight)
     # The optimizer sums over the replicas and D counts all of them.
     replicas = trained.distribute_strategy.num_replicas_in_sync
@@ -115,5 +107,3 @@ def apply_window(trained: Trained, state: WindowState) -> None:
 def discard_window(trained: Trained, state: WindowState) -> None:
     """Empties the window, outside a trace."""
     window.discard_window(trained, state)
-    if trained.run_eagerly:
-        state.touched.clear()

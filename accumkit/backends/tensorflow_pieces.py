@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumkit import weighting
+from accumkit import checks, weighting
 
 
 def checked(batch: Any) -> Any:
@@ -28,24 +28,16 @@ def checked(batch: Any) -> Any:
     )
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
-    sizes = {shape[0] for shape in shapes if shape} - {None}
-    message = (
-        "`micro_batch_size` needs inputs, targets and sample weights that all "
-        "have the batch as their first axis, to cut them into pieces. "
-        f"Received: shapes {shapes}. Repeat a value without batch axis for "
-        "each sample, or use `accumulation_steps` with smaller batches."
-    )
-    if not all(shapes) or len(sizes) > 1:
-        raise ValueError(message)
+    message = checks.rows_to_cut(shapes)
     rows = [weighting.batch_size(v) for v in leaves]
-    checks = [
+    equal = [
         tf.debugging.assert_equal(rows[0], other, message)
         for other in rows[1:]
         if not isinstance(rows[0], int) or not isinstance(other, int)
     ]
-    if not checks or tf.executing_eagerly():
+    if not equal or tf.executing_eagerly():
         return batch
-    with tf.control_dependencies(checks):
+    with tf.control_dependencies(equal):
         return keras.tree.map_structure(
             lambda v: tf.identity(v) if isinstance(v, tf.Tensor) else v, batch
         )

@@ -136,20 +136,9 @@ def _micro_batch(
     Returns:
         Its loss, its weight and its predictions.
     """
-    x, y, sample_weight = batch
+    x = batch[0]
     y_pred = keras_internals.forward(model, x)
-    with weighting.observed_losses(model) as observations:
-        loss = keras_internals.compute_loss(model, x, y, y_pred, sample_weight)
-    weight = weighting.micro_batch_weight(
-        model,
-        state.weighting,
-        observations,
-        x,
-        y,
-        y_pred,
-        sample_weight,
-        state.warned,
-    )
+    loss, weight = weighting.loss_and_weight(model, state, batch, y_pred)
     state.divides = weight.divides and not state.whole
     first = index == 0 and (not state.across or state.open_pieces.value == 0)
     scaled = weighting.window_loss(model, loss, weight, first)
@@ -157,7 +146,7 @@ def _micro_batch(
     # of tokens, say; then the gradients are, in float32.
     late = None
     if state.divides:
-        if _computes_in_float16(model):
+        if keras_internals.computes_in_float16(model):
             late = weight.value
         else:
             scaled = scaled * weight.value
@@ -173,12 +162,6 @@ def _micro_batch(
         with torch.no_grad():
             state.recorder.add(loss, weight.value, samples)
     return loss, weight, y_pred
-
-
-def _computes_in_float16(model: Any) -> bool:
-    return any(
-        layer.compute_dtype == "float16" for layer in model._flatten_layers()
-    )
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from accumkit import checks
+
 
 def cut(batch: Any, size: int) -> list[Any]:
     """Cuts a batch into pieces, all but the last of the same size.
@@ -21,14 +23,7 @@ def cut(batch: Any, size: int) -> list[Any]:
     """
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
-    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            "`micro_batch_size` needs inputs, targets and sample weights that "
-            "all have the batch as their first axis, to cut them into pieces. "
-            f"Received: shapes {shapes}. Repeat a value without batch axis "
-            "for each sample, or use `accumulation_steps` with smaller "
-            "batches."
-        )
+    checks.rows_to_cut(shapes)
 
     def piece(start: int) -> Any:
         return keras.tree.map_structure(

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
-
 from accumkit import windows
-from accumkit.mixin import AccumulationMixin
+from accumkit.callbacks.model_access import ModelCallback
 
 
-class AccumulationScheduler(keras.callbacks.Callback):
+class AccumulationScheduler(ModelCallback):
     """Changes `accumulation_steps` during training, between windows.
 
     Uses: warming up the batch size, and raising it where one would otherwise
@@ -47,22 +45,10 @@ class AccumulationScheduler(keras.callbacks.Callback):
         self.schedule = schedule
         self._steps_at = windows.steps_function(schedule)
         self._by_step = callable(schedule)
-        self._owner: Any = None
-
-    def set_model(self, model: Any) -> None:
-        """Keeps the model: on JAX `self.model` synchronizes its state."""
-        super().set_model(model)
-        self._owner = model
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the model."""
-        if not isinstance(self._owner, AccumulationMixin):
-            raise TypeError(
-                "`AccumulationScheduler` sets `accumulation_steps` of a model "
-                "with `AccumulationMixin`. Received: a model of class "
-                f"{type(self._owner).__name__}. Mix it in, in front of the "
-                "model class."
-            )
+        self._require_mixin("sets `accumulation_steps`")
         self._wait = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -115,11 +115,7 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
         if self.updates_per_optimizer_step is not None:
             return self.updates_per_optimizer_step
         if not isinstance(model, AccumulationMixin):
-            for optimizer in checks.nested_optimizers(model.optimizer):
-                own = getattr(optimizer, "gradient_accumulation_steps", None)
-                if own:
-                    return int(own)
-            return 1
+            return checks.builtin_steps(model.optimizer)
         pieces: int | None = 1
         if model.micro_batch_size is not None:
             batch_size = model._accumulation.fit_batch_size

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from accumkit import checks
+from accumkit.callbacks.model_access import ModelCallback
 from accumkit.callbacks.step_log import COLUMNS, CsvLog, TensorBoardLog
-from accumkit.mixin import AccumulationMixin
 
 if TYPE_CHECKING:
     import pandas
@@ -18,7 +18,7 @@ _SECONDS = 1.0
 _CAPACITY = 1024
 
 
-class EffectiveStepLogger(keras.callbacks.Callback):
+class EffectiveStepLogger(ModelCallback):
     """Logs optimizer steps: one row each, and their number in the epoch's logs.
 
     The train step notes each window as it closes, so that the rows are right
@@ -85,7 +85,6 @@ class EffectiveStepLogger(keras.callbacks.Callback):
         self._rows: list[dict[str, Any]] = []
         self._logs: list[Any] = []
         self._recorder: Any = None
-        self._owner: Any = None
         self._optimizer_step = 0
         self._micro_batches: int | None = None
         if tensorboard_dir is not None:
@@ -98,21 +97,10 @@ class EffectiveStepLogger(keras.callbacks.Callback):
 
         return pd.DataFrame(self._rows, columns=list(COLUMNS))
 
-    def set_model(self, model: Any) -> None:
-        """Keeps the model: on JAX `self.model` synchronizes its state."""
-        super().set_model(model)
-        self._owner = model
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts recording."""
+        self._require_mixin("reads the windows")
         model = self._owner
-        if not isinstance(model, AccumulationMixin):
-            raise TypeError(
-                "`EffectiveStepLogger` reads the windows of a model with "
-                "`AccumulationMixin`. Received: a model of class "
-                f"{type(model).__name__}. Mix it in, in front of the model "
-                "class; without `accumulation_steps` it trains as before."
-            )
         per_call: Any = getattr(model, "steps_per_execution", 1)
         self._batches_per_call = int(per_call)
         capacity = max(_CAPACITY, 2 * self._batches_per_call)

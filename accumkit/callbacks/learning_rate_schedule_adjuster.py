@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import keras
-
 from accumkit import checks, keras_internals
+from accumkit.callbacks.model_access import ModelCallback
 from accumkit.mixin import AccumulationMixin
 from accumkit.rescaled_schedule import RescaledSchedule
 
 _UNITS = ("micro_batches", "optimizer_steps")
 
 
-class LearningRateScheduleAdjuster(keras.callbacks.Callback):
+class LearningRateScheduleAdjuster(ModelCallback):
     """Runs a schedule over its whole length, whatever it was sized in.
 
     With `AccumulationMixin` an optimizer counts optimizer steps, so a
@@ -51,13 +50,7 @@ class LearningRateScheduleAdjuster(keras.callbacks.Callback):
     def __init__(self, written_in: str = "micro_batches"):
         super().__init__()
         self.written_in = checks.choice("written_in", written_in, _UNITS)
-        self._owner: Any = None
         self._n: int | None = None
-
-    def set_model(self, model: Any) -> None:
-        """Keeps the model: on JAX `self.model` synchronizes its state."""
-        super().set_model(model)
-        self._owner = model
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Adjusts the schedule."""
@@ -77,7 +70,7 @@ class LearningRateScheduleAdjuster(keras.callbacks.Callback):
         if own:
             n = self._owner.accumulation_steps
         else:
-            n = _builtin_steps(self._owner.optimizer)
+            n = checks.builtin_steps(self._owner.optimizer)
         if n == self._n:
             return
         begins, self._n = self._n is None, n
@@ -100,11 +93,3 @@ class LearningRateScheduleAdjuster(keras.callbacks.Callback):
         optimizer.learning_rate = new
         # The old schedule is part of what was traced.
         model.make_train_function(force=True)
-
-
-def _builtin_steps(optimizer: Any) -> int:
-    for inner in checks.nested_optimizers(optimizer):
-        steps = getattr(inner, "gradient_accumulation_steps", None)
-        if steps:
-            return int(steps)
-    return 1

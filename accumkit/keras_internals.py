@@ -26,6 +26,7 @@ __all__ = [
     "schedule_of",
     "scheduled_optimizer",
     "squeeze_or_expand_to_same_rank",
+    "update_metrics",
 ]
 # `get_keras_mask`: the mask on a prediction decides what the loss divides by,
 # and no public function reads it. `apply_mask` and
@@ -66,6 +67,19 @@ def loss_tracker(model: Any) -> Any:
     return model._loss_tracker
 
 
+def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
+    """Updates the metrics of a piece whose results nobody reads.
+
+    Computing them is what most of a stock `compute_metrics` does; leaving it
+    out needs `_compile_metrics`. An override is called as it is.
+    """
+    x, y, weights = batch
+    if type(model).compute_metrics is not keras.Model.compute_metrics:
+        model.compute_metrics(x, y, y_pred, sample_weight=weights)
+    elif model._compile_metrics is not None:
+        model._compile_metrics.update_state(y, y_pred, weights)
+
+
 def compile_loss(model: Any) -> Any:
     """Returns the `CompileLoss` made from `compile(loss=...)`, or None."""
     return model._compile_loss
@@ -81,22 +95,37 @@ def added_loss(model: Any, loss: Any) -> Any:
 
 @contextlib.contextmanager
 def replaced_losses(
-    compiled: Any, replace: Callable[[Any, str], Any]
+    compiled: Any,
+    replace: Callable[[Any, str], Any],
+    replace_metric: Callable[[Any, Any], Any],
 ) -> Iterator[None]:
-    """Has a `CompileLoss` call `replace(loss, name)` for each output's loss.
+    """Has a `CompileLoss` call stand-ins for its losses and their metrics.
 
     Only its `_flat_losses` (entries `(path, loss, loss_weights, name)`) say
-    which loss with which reduction works on which output.
+    which loss with which reduction works on which output, and `_metrics` which
+    metric averages it (none for a single output).
+
+    Args:
+        compiled: A built `CompileLoss`.
+        replace: `(loss, name)` to what is called in place of the loss.
+        replace_metric: `(metric, what replaces its loss)` to what is updated
+            in place of the metric.
     """
-    entries = compiled._flat_losses
+    entries, metrics = compiled._flat_losses, compiled._metrics
+    losses = [replace(entry.loss, entry.name) for entry in entries]
     compiled._flat_losses = [
-        entry._replace(loss=replace(entry.loss, entry.name))
-        for entry in entries
+        entry._replace(loss=loss)
+        for entry, loss in zip(entries, losses, strict=True)
+    ]
+    # A single output has no metric of its own.
+    compiled._metrics = [
+        replace_metric(metric, loss)
+        for metric, loss in zip(metrics, losses, strict=bool(metrics))
     ]
     try:
         yield
     finally:
-        compiled._flat_losses = entries
+        compiled._flat_losses, compiled._metrics = entries, metrics
 
 
 def all_layers(model: Any) -> dict[str, Any]:

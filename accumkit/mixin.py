@@ -290,9 +290,11 @@ class AccumulationMixin:
     def make_train_function(self, force: bool = False) -> Any:
         """Creates the window's variables, then Keras's train function."""
         model: Any = self
-        if self._accumulation.active and model.built:
-            checks.gradients_have_means(model.trainable_variables)
-            backend.create_variables(model, self._accumulation)
+        if self._accumulation.active:
+            self._accumulation.inspected = False
+            if model.built:
+                checks.gradients_have_means(model.trainable_variables)
+                backend.create_variables(model, self._accumulation)
         return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
 
     def fit(

@@ -1,39 +1,18 @@
-"""What a loss divided by: the weight D_i of a micro-batch in its window.
+"""The weight D_i of a micro-batch in its window: what its loss divided by.
 
 With the loss L_i = (1/D_i) Σ w·l of micro-batch i and its gradient g_i, the
 gradient of the large batch is (1/D) Σ D_i·g_i with D = Σ D_i, for any
-partition. D_i is what the loss's reduction divided by, so it is observed while
-Keras computes the loss instead of being worked out again from shapes.
+partition.
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 from keras import ops
 
 from accumkit import keras_internals, messages
+from accumkit.observation import Observation, batch_size, observed_losses
 from accumkit.window_state import WindowState
-
-
-@dataclass
-class Observation:
-    """One output's loss, as Keras computed it.
-
-    `kind` says what its reduction divided by: "sum" (nothing), "values" (the
-    number of loss values), "mask" (of those that are not masked), "weights"
-    (the sum of the sample weights), "batch" (unknown; a loss function that
-    returned one number).
-    """
-
-    name: str
-    kind: str
-    count: Any = None
-    per_sample: int | None = None
-    sources: tuple[int, ...] = ()
 
 
 @dataclass
@@ -51,114 +30,6 @@ class Weight:
     value: Any
     divides: bool = True
     proportional: bool = False
-
-
-@contextlib.contextmanager
-def observed_losses(model: Any) -> Iterator[list[Observation]]:
-    """Records what the compiled losses divide by while they are computed.
-
-    Args:
-        model: A compiled model; its `compile_loss` must be built.
-
-    Yields:
-        A list that fills as `model.compute_loss` runs in the `with` block.
-    """
-    seen: list[Observation] = []
-    compiled = keras_internals.compile_loss(model)
-    if compiled is None or keras_internals.overrides_compute_loss(model):
-        yield seen
-        return
-    with keras_internals.replaced_losses(
-        compiled, lambda loss, name: _Observer(loss, name, seen)
-    ):
-        yield seen
-
-
-class _Observer:
-    """Stands in for one output's loss and notes what it divides by."""
-
-    def __init__(self, loss: Any, name: str, seen: list[Observation]):
-        self.loss = loss
-        self.name = name
-        self.seen = seen
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        in_mask = keras_internals.get_keras_mask(y_pred)
-        kept: list[Any] = []
-        call = self.loss.call
-
-        def keep(*args, **kwargs):
-            kept.append(call(*args, **kwargs))
-            return kept[-1]
-
-        # On the instance, and only while it runs: the values of the loss (and
-        # the mask that it may hang on them) exist nowhere outside.
-        self.loss.call = keep
-        try:
-            result = self.loss(y_true, y_pred, sample_weight)
-        finally:
-            del self.loss.call
-        values = kept[0] if len(kept) == 1 else None
-        self.seen.append(
-            _observe(self.name, self.loss, values, in_mask, sample_weight)
-        )
-        return result
-
-
-def _observe(
-    name: str, loss: Any, values: Any, in_mask: Any, sample_weight: Any
-) -> Observation:
-    reduction = getattr(loss, "reduction", None)
-    if values is None or len(values.shape) == 0:
-        return Observation(name, "batch")
-    if reduction in (None, "none", "sum"):
-        return Observation(name, "sum")
-    out_mask = keras_internals.get_keras_mask(values)
-    masks = [m for m in (in_mask, out_mask) if m is not None]
-    sources = tuple(id(m) for m in masks)
-    mask = masks[0] if len(masks) == 1 else None
-    if len(masks) == 2:
-        mask = ops.logical_and(*masks)
-    if reduction == "mean_with_sample_weight" and (
-        mask is not None or sample_weight is not None
-    ):
-        if sample_weight is not None:
-            sources += (id(sample_weight),)
-            # A copy: `apply_mask` works in place on torch.
-            sample_weight = ops.copy(
-                ops.convert_to_tensor(sample_weight, values.dtype)
-            )
-        merged = keras_internals.apply_mask(
-            sample_weight, mask, dtype=values.dtype, reduction=reduction
-        )
-        merged = ops.cast(merged, values.dtype)
-        _, merged = keras_internals.squeeze_or_expand_to_same_rank(
-            values, merged
-        )
-        return Observation(name, "weights", ops.sum(merged), sources=sources)
-    if mask is not None:
-        # One entry of the mask may stand for several loss values.
-        each = _size(values) / _size(mask)
-        count = ops.sum(ops.cast(mask, values.dtype)) * ops.cast(
-            each, values.dtype
-        )
-        return Observation(name, "mask", count, sources=sources)
-    inner = tuple(values.shape)[1:]
-    per_sample = None if None in inner else math.prod(inner)
-    return Observation(name, "values", _size(values), per_sample)
-
-
-def _size(tensor: Any) -> Any:
-    """The number of elements: an int where the shape is static."""
-    if None not in tuple(tensor.shape):
-        return math.prod(tensor.shape)
-    return ops.prod(ops.convert_to_tensor(ops.shape(tensor), dtype="int32"))
-
-
-def batch_size(x: Any) -> Any:
-    """The number of samples in a (nested) input: an int or a scalar tensor."""
-    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    return ops.shape(first)[0]
 
 
 def loss_and_weight(
@@ -191,7 +62,7 @@ def _weight(
 ) -> Weight:
     x, y, sample_weight = batch
     warned = state.warned
-    if not model.trainable_weights:
+    if not state.inspected and not model.trainable_weights:
         messages.warn_once(
             warned,
             "no weights",
@@ -200,6 +71,7 @@ def _weight(
             "trained and call `compile` again.",
             stacklevel=2,
         )
+    state.inspected = True
     if state.weighting == "uniform":
         return Weight(1)
     own = model.accumulation_weight(x, y, y_pred, sample_weight)
@@ -251,6 +123,17 @@ def _warn_of_added_losses(model: Any, over: str, warned: set[str]) -> None:
         "`accumulation_weight` in the model.",
         stacklevel=2,
     )
+
+
+def weights_late(model: Any, state: WindowState) -> bool:
+    """Whether gradients are multiplied by D_i after the backward pass.
+
+    A float16 backward pass overflows if the loss is multiplied by its number
+    of tokens, say; the gradients are then, in float32.
+    """
+    if state.float16 is None:
+        state.float16 = keras_internals.computes_in_float16(model)
+    return state.float16
 
 
 def window_loss(model: Any, loss: Any, weight: Weight, is_first: Any) -> Any:

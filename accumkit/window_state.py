@@ -66,6 +66,10 @@ class WindowState:
         # divided by D.
         self.divides = True
         self.warned: set[str] = set()
+        # Answers that need a walk through all layers: whether the model
+        # computes in float16, whether it has been looked at for weights.
+        self.float16: bool | None = None
+        self.inspected = False
 
     @property
     def across(self) -> bool:

@@ -386,6 +386,77 @@ def test_two_outputs(masked):
         assert distance(ours, stock, start) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (4, {"accumulation_steps": 4}),
+        (16, {"micro_batch_size": 4}),
+        (16, {"micro_batch_size": 3}),
+        (8, {"accumulation_steps": 2, "micro_batch_size": 3}),
+    ],
+)
+def test_logs_of_two_outputs(mode, batch, options):
+    """The loss of each output is logged as that of the large batch."""
+    x, y, weights = regression_data(40)
+    targets = {"a": y, "b": x[:, :1]}
+
+    def build(cls, **options):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        outputs = {
+            name: keras.layers.Dense(units, name=name)(inputs)
+            for name, units in (("a", 3), ("b", 1))
+        }
+        model = cls(inputs, outputs)
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            {"a": "mse", "b": "mae"},
+            loss_weights={"a": 1.0, "b": 0.3},
+            metrics={"a": ["mae"]},
+            **options,
+        )
+        return model
+
+    def part(start, end):
+        return {
+            "y": {name: y[start:end] for name, y in targets.items()},
+            "sample_weight": {name: weights[start:end] for name in targets},
+        }
+
+    # Batch by batch: on TensorFlow `fit` averages the losses of outputs over
+    # batches, where those of one output are averaged over samples.
+    stock, expected = build(keras.Model), {}
+    start = stock.get_weights()
+    for first in range(0, 40, 16):
+        stock.reset_metrics()
+        x_batch = x[first : first + 16]
+        logs = stock.train_on_batch(
+            x_batch, **part(first, first + 16), return_dict=True
+        )
+        for name, value in logs.items():
+            share = len(x_batch) / 40
+            expected[name] = expected.get(name, 0) + value * share
+    assert set(expected) == {"loss", "a_loss", "b_loss", "a_mae"}
+
+    ours = build(Net, **mode, **options)
+    logs = ours.fit(
+        x,
+        **part(0, 40),
+        batch_size=batch,
+        shuffle=False,
+        verbose=0,
+    ).history
+    assert distance(ours, stock, start) < TOLERANCE
+    assert set(logs) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(logs[name], value, rtol=1e-5, err_msg=name)
+    # A last piece of another size that counts as much as the others.
+    kernel, bias = start[:2]
+    errors = (np.square(x @ kernel + bias - y).mean(1) * weights)[:16]
+    naive = np.mean([errors[i : i + 3].mean() for i in range(0, 16, 3)])
+    assert abs(naive / errors.mean() - 1) > 1e-3
+
+
 def test_two_outputs_with_one_mask():
     """Two heads on the same tokens have the same denominator."""
 

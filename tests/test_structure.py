@@ -30,7 +30,6 @@ LONG = {
     "optimizer.py": "one class, Keras's whole optimizer interface",
     "mixin.py": "one class; two thirds of it are docstrings",
     "plotting/curves.py": "two drawing functions, half of it docstrings",
-    "weighting.py": "one idea, what a loss divided by",
 }
 
 # What only pure arithmetic and bookkeeping may import, among ours.
@@ -39,6 +38,7 @@ FOUNDATION = {
     "checks",
     "keras_internals",
     "messages",
+    "observation",
     "recording",
     "weighting",
     "window_state",

@@ -13,7 +13,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from accumkit import keras_internals, recording, weighting
+from accumkit import keras_internals, observation, recording, weighting
 from accumkit.backends import jax_pieces as pieces
 from accumkit.window_state import WindowState, wide_dtype
 
@@ -100,7 +100,7 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
     """
     state = model._accumulation
     batch = keras.utils.unpack_x_y_sample_weight(data)
-    samples = weighting.batch_size(batch[0])
+    samples = observation.batch_size(batch[0])
     window = _Window(model, state, train_state)
     if state.micro_batch_size is None:
         count = 1
@@ -229,7 +229,7 @@ def _micro_batch(
         Its loss, its weight D_i and its predictions.
     """
     x = batch[0]
-    late = keras_internals.computes_in_float16(model)
+    late = weighting.weights_late(model, state)
     others = model.non_trainable_variables
     others = others[: len(others) - len(window.own)]
 
@@ -270,7 +270,7 @@ def _micro_batch(
         window.denominator = window.denominator + value
     window.first = jnp.zeros_like(window.first)
     if state.recorder is not None:
-        samples = weighting.batch_size(x)
+        samples = observation.batch_size(x)
         window.records = _recorded(
             state, window.records, "add", loss, value, samples
         )
@@ -310,11 +310,14 @@ def _update_metrics(
     x, y, sample_weight = batch
     mapping = zip(model.metrics_variables, window.metrics, strict=True)
     with keras.StatelessScope(list(mapping)) as scope:
-        if loss is not None:
+        logs = None
+        if loss is None:
+            keras_internals.update_metrics(model, batch, y_pred)
+        else:
             keras_internals.loss_tracker(model).update_state(
                 loss, sample_weight=samples
             )
-        logs = model.compute_metrics(x, y, y_pred, sample_weight)
+            logs = model.compute_metrics(x, y, y_pred, sample_weight)
     window.metrics = [
         scope.get_current_value(v) for v in model.metrics_variables
     ]

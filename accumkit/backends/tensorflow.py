@@ -15,7 +15,7 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
-from accumkit import keras_internals, recording, weighting
+from accumkit import keras_internals, observation, recording, weighting
 from accumkit.backends import tensorflow_pieces as pieces
 from accumkit.window_state import WindowState, wide_dtype
 
@@ -113,7 +113,7 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
     create_variables(model, state)
     if not state.across and _has_few(state):
         _write_zeros(state)
-    samples = weighting.batch_size(batch[0])
+    samples = observation.batch_size(batch[0])
     if state.micro_batch_size is None:
         count = 1
         loss, weight, y_pred = _micro_batch(model, state, batch, samples)
@@ -185,8 +185,7 @@ def _all_but_last_piece(
         value, weight, y_pred = _micro_batch(
             model, state, piece, samples, index
         )
-        x, y, sample_weight = piece
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        keras_internals.update_metrics(model, piece, y_pred)
         count = tf.cast(weight.value, denominator.dtype)
         loss += count * tf.cast(value, loss.dtype)
         return index + 1, loss, denominator + count
@@ -234,7 +233,7 @@ def _micro_batch(
         ):
             # D is known beforehand: dividing each loss spares a pass over
             # the gradients.
-            share = weighting.batch_size(x), samples
+            share = observation.batch_size(x), samples
             factor = tf.cast(share[0], factor.dtype) / _nonzero(
                 tf.cast(share[1], factor.dtype)
             )
@@ -243,9 +242,7 @@ def _micro_batch(
             # Keras divides a replica's loss by the number of replicas; the
             # sum over the replicas is divided by D instead.
             factor = factor * replicas
-        # A float16 backward pass overflows if the loss is multiplied by the
-        # number of tokens, say; then the gradients are, in float32.
-        late = factor if keras_internals.computes_in_float16(model) else None
+        late = factor if weighting.weights_late(model, state) else None
         if factor is not None and late is None:
             scaled = scaled * tf.cast(factor, scaled.dtype)
         scaled = model.optimizer.scale_loss(scaled)
@@ -259,7 +256,7 @@ def _micro_batch(
             state.recorder.add(
                 loss * replicas,
                 share,
-                weighting.batch_size(x),
+                observation.batch_size(x),
                 1 / replicas,
             )
     return loss * replicas, weight, y_pred

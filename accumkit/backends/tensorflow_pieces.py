@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumkit import checks, weighting
+from accumkit import checks, observation
 
 
 def checked(batch: Any) -> Any:
@@ -29,7 +29,7 @@ def checked(batch: Any) -> Any:
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
     message = checks.rows_to_cut(shapes)
-    rows = [weighting.batch_size(v) for v in leaves]
+    rows = [observation.batch_size(v) for v in leaves]
     equal = [
         tf.debugging.assert_equal(rows[0], other, message)
         for other in rows[1:]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import keras
 import torch
 
-from accumkit import keras_internals, recording, weighting
+from accumkit import keras_internals, observation, recording, weighting
 from accumkit.backends import torch_pieces as pieces
 from accumkit.window_state import WindowState
 
@@ -84,18 +84,22 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
     state = model._accumulation
     batch = keras.utils.unpack_x_y_sample_weight(data)
     create_variables(model, state)
-    samples = weighting.batch_size(batch[0])
+    # Found by a walk through all layers: once a batch is enough.
+    trainable = model.trainable_variables
+    samples = observation.batch_size(batch[0])
     if not state.across or state.open_pieces.value == 0:
         # Whatever the user or an interrupted run left in there.
         _empty(model, state)
     if state.micro_batch_size is None:
         count = 1
-        loss, _, y_pred = _micro_batch(model, state, batch)
+        loss, _, y_pred = _micro_batch(model, state, trainable, batch)
     else:
         loss, denominator, count, batch = _all_but_last_piece(
-            model, state, batch
+            model, state, trainable, batch
         )
-        last, weight, y_pred = _micro_batch(model, state, batch, count - 1)
+        last, weight, y_pred = _micro_batch(
+            model, state, trainable, batch, count - 1
+        )
         loss = loss + weight.value * last
         if weight.divides:
             loss = loss / _nonzero(denominator + weight.value)
@@ -109,7 +113,7 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
 
 
 def _all_but_last_piece(
-    model: Any, state: WindowState, batch: Any
+    model: Any, state: WindowState, trainable: list[Any], batch: Any
 ) -> tuple[Any, Any, int, Any]:
     """Works off all pieces of a batch but the last, which may be smaller.
 
@@ -120,16 +124,21 @@ def _all_but_last_piece(
     *full, last = pieces.cut(batch, cast(int, state.micro_batch_size))
     loss = denominator = 0.0
     for index, piece in enumerate(full):
-        value, weight, y_pred = _micro_batch(model, state, piece, index)
-        x, y, sample_weight = piece
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        value, weight, y_pred = _micro_batch(
+            model, state, trainable, piece, index
+        )
+        keras_internals.update_metrics(model, piece, y_pred)
         loss = loss + weight.value * value
         denominator = denominator + weight.value
     return loss, denominator, len(full) + 1, last
 
 
 def _micro_batch(
-    model: Any, state: WindowState, batch: Any, index: int = 0
+    model: Any,
+    state: WindowState,
+    trainable: list[Any],
+    batch: Any,
+    index: int = 0,
 ) -> tuple[Any, weighting.Weight, Any]:
     """Forward and backward pass of one micro-batch; adds its gradients.
 
@@ -142,32 +151,30 @@ def _micro_batch(
     state.divides = weight.divides and not state.whole
     first = index == 0 and (not state.across or state.open_pieces.value == 0)
     scaled = weighting.window_loss(model, loss, weight, first)
-    # A float16 backward pass overflows if the loss is multiplied by the number
-    # of tokens, say; then the gradients are, in float32.
     late = None
     if state.divides:
-        if keras_internals.computes_in_float16(model):
+        if weighting.weights_late(model, state):
             late = weight.value
         else:
             scaled = scaled * weight.value
         state.denominator = state.denominator + weight.value
     scaled = model.optimizer.scale_loss(scaled)
-    if model.trainable_variables:
+    if trainable:
         scaled.backward()
-        _accumulate(model, state, late)
+        _accumulate(state, trainable, late)
     loss = loss.detach()
     if state.recorder is not None:
         state.means = weight.divides
-        samples = weighting.batch_size(x)
+        samples = observation.batch_size(x)
         with torch.no_grad():
             state.recorder.add(loss, weight.value, samples)
     return loss, weight, y_pred
 
 
 @torch.no_grad()
-def _accumulate(model: Any, state: WindowState, factor: Any) -> None:
+def _accumulate(state: WindowState, trainable: list[Any], factor: Any) -> None:
     """Moves to float32 what must not stay in `.grad`."""
-    for variable in model.trainable_variables:
+    for variable in trainable:
         gradient = variable.value.grad
         narrow = variable.dtype in ("float16", "bfloat16")
         if gradient is None or (factor is None and not narrow):

@@ -136,18 +136,22 @@ def rows_to_cut(shapes: list[tuple[Any, ...]]) -> str:
     return message
 
 
-def gradients_have_means(variables: Iterable[Any]) -> None:
+def gradients_have_means(setting: str, variables: Iterable[Any]) -> None:
     """Raises for variables that are overwritten with their gradients.
+
+    Args:
+        setting: What asks for accumulation, for the message.
+        variables: What is to be trained.
 
     Raises:
         ValueError: If there are any, as in float8 layers.
     """
     if any(getattr(v, "overwrite_with_gradient", False) for v in variables):
         raise ValueError(
-            "`accumulation_steps` and `micro_batch_size` do not go with "
-            "variables that are overwritten with their gradients, as those of "
-            "float8 layers are: such a gradient has no mean. Received: a "
-            "model with float8 layers. Train them without accumulation."
+            f"{setting} must not be used with variables that are overwritten "
+            "with their gradients, as those of float8 layers are: such a "
+            "gradient has no mean. Received: a model with float8 layers. "
+            "Train them without accumulation."
         )
 
 

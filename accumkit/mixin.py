@@ -293,7 +293,10 @@ class AccumulationMixin:
         if self._accumulation.active:
             self._accumulation.inspected = False
             if model.built:
-                checks.gradients_have_means(model.trainable_variables)
+                checks.gradients_have_means(
+                    "`accumulation_steps` and `micro_batch_size`",
+                    model.trainable_variables,
+                )
                 backend.create_variables(model, self._accumulation)
         return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -113,13 +113,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         """
         if self.built:
             return
-        if any(getattr(v, "overwrite_with_gradient", False) for v in variables):
-            raise ValueError(
-                "`variables` must not be overwritten with their gradients, as "
-                "those of float8 layers are: such a gradient has no mean. "
-                "Received: a model with float8 layers. Train them without "
-                "accumulation."
-            )
+        checks.gradients_have_means("`accumulation_steps`", variables)
         self._trained.build(list(variables))
         optimizer_backend.create_variables(self, self._trained, self._window)
         super().build(list(variables))

@@ -76,6 +76,23 @@ def fit(model, *y, batch_size=1, **kwargs):
     )
 
 
+def fit_in_order(model, data, batch_size, epochs=2, **kwargs):
+    """Fits `(x, y)` or `(x, y, weights)`; weights before, and the logs."""
+    x, y, *weights = data
+    start = model.get_weights()
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights[0] if weights else None,
+        batch_size=batch_size,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
+    )
+    return start, history.history
+
+
 def mlp(cls, seed=3, dtype=None):
     """A small Functional net with a penalty and a constraint."""
     keras.utils.set_random_seed(seed)

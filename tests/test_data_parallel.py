@@ -6,6 +6,7 @@ import pytest
 from models import (
     Net,
     distance,
+    fit_in_order,
     iterations,
     mlp,
     regression_data,
@@ -41,20 +42,10 @@ def train(build, cls, data, batch, optimizer=None, **options):
     callbacks = options.pop("callbacks", [])
     model = build(cls)
     model.compile(optimizer or adam(), loss, **options)
-    start = model.get_weights()
-    x, y, *weights = data
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weights[0] if weights else None,
-        batch_size=batch,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        validation_data=(x, y),
-        callbacks=callbacks,
+    start, logs = fit_in_order(
+        model, data, batch, validation_data=data[:2], callbacks=callbacks
     )
-    return model, start, history.history
+    return model, start, logs
 
 
 def devices_of(model):

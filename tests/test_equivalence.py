@@ -8,6 +8,7 @@ import pytest
 from models import (
     Net,
     distance,
+    fit_in_order,
     iterations,
     mlp,
     regression_data,
@@ -45,19 +46,8 @@ PARTITIONS = {
 
 
 def train(model, data, batch_size, optimizer, loss="mse", epochs=2, **kwargs):
-    x, y, *sample_weight = data
     model.compile(optimizer, loss, **kwargs)
-    start = model.get_weights()
-    history = model.fit(
-        x,
-        y,
-        sample_weight=sample_weight[0] if sample_weight else None,
-        batch_size=batch_size,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-    )
-    return start, history.history
+    return fit_in_order(model, data, batch_size, epochs)
 
 
 def compare(build, data, partition, optimizer, loss, mode):

@@ -9,6 +9,7 @@ import pytest
 from models import (
     Net,
     distance,
+    fit_in_order,
     iterations,
     mlp,
     regression_data,
@@ -37,7 +38,6 @@ def mirrored():
 def train(build, cls, data, batch, strategy=None, optimizer=None, **options):
     optimizer = optimizer or (lambda: keras.optimizers.SGD(0.1))
     loss = options.pop("loss", "mse")
-    x, y, *weights = data
 
     def make():
         model = build(cls)
@@ -49,18 +49,8 @@ def train(build, cls, data, batch, strategy=None, optimizer=None, **options):
     else:
         with strategy.scope():
             model = make()
-    start = model.get_weights()
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weights[0] if weights else None,
-        batch_size=batch,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        validation_data=(x, y),
-    )
-    return model, start, history.history
+    start, logs = fit_in_order(model, data, batch, validation_data=data[:2])
+    return model, start, logs
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from models import (
     column,
     distance,
     fit,
+    fit_in_order,
     iterations,
     mlp,
     negative_mean,
@@ -168,17 +169,7 @@ def test_21_gradients_are_not_counted_twice(mode):
 def train(build, cls, data, batch, optimizer, loss="mse", **options):
     callbacks = options.pop("callbacks", [])
     model = plain(optimizer, loss, build, cls, **options)
-    start = model.get_weights()
-    x, y, *_ = data
-    model.fit(
-        x,
-        y,
-        batch_size=batch,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
+    start, _ = fit_in_order(model, data[:2], batch, callbacks=callbacks)
     return model, start
 
 

@@ -8,30 +8,58 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask
+from keras.src.backend import get_keras_mask, get_stateless_scope
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+
+from accumkit import checks
 
 __all__ = [
     "added_loss",
+    "added_losses",
     "all_layers",
     "apply_mask",
+    "build",
     "compile_loss",
     "compute_loss",
     "computes_in_float16",
     "forward",
     "get_keras_mask",
+    "guarded_updates",
     "loss_tracker",
     "overrides_compute_loss",
+    "overrides_compute_metrics",
+    "raw_value",
     "replaced_losses",
     "schedule_of",
     "scheduled_optimizer",
     "squeeze_or_expand_to_same_rank",
+    "unmistakable_targets",
     "update_metrics",
+    "update_where",
 ]
 # `get_keras_mask`: the mask on a prediction decides what the loss divides by,
 # and no public function reads it. `apply_mask` and
 # `squeeze_or_expand_to_same_rank`: a divisor of "mean_with_sample_weight" must
 # be formed exactly as the loss forms it.
+
+
+def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
+    """Builds what Keras would build in the first forward pass.
+
+    In a stateless scope nothing else is changed.
+    """
+    compiled = compile_loss(model)
+    build_loss = (
+        compiled is not None
+        and not compiled.built
+        and not overrides_compute_loss(model)
+    )
+    if model.built and not build_loss:
+        return
+    with keras.StatelessScope():
+        y_pred = forward(model, x)
+        if compiled is not None and build_loss:
+            compiled(y, y_pred, sample_weight)
 
 
 def forward(model: Any, x: Any) -> Any:
@@ -67,6 +95,11 @@ def loss_tracker(model: Any) -> Any:
     return model._loss_tracker
 
 
+def overrides_compute_metrics(model: Any) -> bool:
+    """Whether the class brings its own `compute_metrics`."""
+    return type(model).compute_metrics is not keras.Model.compute_metrics
+
+
 def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
     """Updates the metrics of a piece whose results nobody reads.
 
@@ -74,7 +107,7 @@ def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
     out needs `_compile_metrics`. An override is called as it is.
     """
     x, y, weights = batch
-    if type(model).compute_metrics is not keras.Model.compute_metrics:
+    if overrides_compute_metrics(model):
         model.compute_metrics(x, y, y_pred, sample_weight=weights)
     elif model._compile_metrics is not None:
         model._compile_metrics.update_state(y, y_pred, weights)
@@ -85,12 +118,57 @@ def compile_loss(model: Any) -> Any:
     return model._compile_loss
 
 
+def added_losses(model: Any) -> tuple[list[Any], list[Any]]:
+    """Returns what layers added, and the penalties on the weights.
+
+    `Model.losses` has both in one list, the penalties at its end, one for
+    each trainable weight with a regularizer.
+    """
+    losses = list(model.losses)
+    penalties = sum(v.regularizer is not None for v in model.trainable_weights)
+    split = len(losses) - penalties
+    return losses[:split], losses[split:]
+
+
 def added_loss(model: Any, loss: Any) -> Any:
     """Returns a penalty or added loss as it enters the total loss.
 
     On TensorFlow Keras divides it by the number of replicas.
     """
     return model._aggregate_additional_loss(loss)
+
+
+@contextlib.contextmanager
+def unmistakable_targets(compiled: Any) -> Iterator[None]:
+    """Has a `CompileLoss` take a bare tensor for the targets of one output.
+
+    Where a model has several outputs and a loss on one of them, the targets
+    may be a bare tensor. Keras first tries it as a list with an entry for each
+    output, and succeeds if it happens to have as many samples. That is rare
+    for a batch, and the rule for a piece of one.
+
+    Args:
+        compiled: A `CompileLoss`; only its `_user_loss` says which output has
+            a loss.
+    """
+    call = compiled.call
+
+    def structured(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        nested = keras.tree.is_nested
+        if nested(y_pred) and not nested(y_true) and y_true is not None:
+            losses = compiled._user_loss
+            one = [v is not None for v in keras.tree.flatten(losses)]
+            if nested(losses) and sum(one) == 1:
+                targets = [y_true if wanted else None for wanted in one]
+                y_true = keras.tree.pack_sequence_as(losses, targets)
+        return call(y_true, y_pred, sample_weight)
+
+    # On the instance, where `__call__` finds it before that of the class.
+    compiled.call = structured
+    try:
+        yield
+    finally:
+        del compiled.call
 
 
 @contextlib.contextmanager
@@ -154,6 +232,83 @@ def computes_in_float16(model: Any) -> bool:
     """Whether any layer does; a policy may be set on a single layer."""
     layers = [model, *all_layers(model).values()]
     return any(layer.compute_dtype == "float16" for layer in layers)
+
+
+@contextlib.contextmanager
+def guarded_updates(
+    optimizer: Any,
+    variables: list[Any],
+    guard: Callable[[int, Any, Callable[[], Any]], None],
+) -> Iterator[None]:
+    """Has updates of some variables go through a function.
+
+    An optimizer can only be told at the time of tracing that a variable has
+    no gradient. All that changes a variable and its slots is `update_step`,
+    which is public; `_var_key` says which variable it is called with (on
+    TensorFlow a variable of one replica).
+
+    Args:
+        optimizer: An optimizer, with all that it wraps.
+        variables: The variables whose updates are guarded.
+        guard: `(index in variables, variable as updated, update)`; calls
+            `update()` or does not.
+    """
+    leaves = [
+        one
+        for one in checks.nested_optimizers(optimizer)
+        if not hasattr(one, "inner_optimizer")
+    ]
+
+    def guarded(leaf: Any) -> Callable[..., None]:
+        step = leaf.update_step
+        positions = {leaf._var_key(v): i for i, v in enumerate(variables)}
+
+        def update_step(gradient: Any, variable: Any, rate: Any) -> None:
+            index = positions.get(leaf._var_key(variable))
+            if index is None:
+                step(gradient, variable, rate)
+            else:
+                guard(index, variable, lambda: step(gradient, variable, rate))
+
+        return update_step
+
+    replaced = {id(leaf): guarded(leaf) for leaf in leaves}
+    for leaf in leaves:
+        # Past Keras's attribute tracking.
+        vars(leaf)["update_step"] = replaced[id(leaf)]
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del vars(leaf)["update_step"]
+
+
+def update_where(
+    flag: Any, update: Callable[[], Any], before: dict[int, Any]
+) -> None:
+    """Runs an update in a stateless scope; keeps of it what a flag says.
+
+    Args:
+        flag: Scalar bool tensor.
+        update: What changes variables.
+        before: Values by `id` of their variable, of those that have changed
+            before and are to be put back as well.
+    """
+    mapping = get_stateless_scope().state_mapping
+    earlier = {**mapping, **before}
+    old = dict(mapping)
+    update()
+    for key, new in mapping.items():
+        if key in before or new is not old.get(key):
+            mapping[key] = keras.ops.where(flag, new, earlier[key])
+
+
+def raw_value(variable: Any) -> Any:
+    """The value of a variable; None where it was taken away.
+
+    While `fit` runs on JAX variables have none, and `value` would raise.
+    """
+    return variable._value
 
 
 def schedule_of(optimizer: Any) -> Any:

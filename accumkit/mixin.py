@@ -1,19 +1,18 @@
 """`AccumulationMixin`: gradient accumulation under `fit`."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from accumkit import checks
+from accumkit.accumulation import Accumulation, Findings
 from accumkit.backends import backend
+from accumkit.options import Options
 from accumkit.remainder import RemainderCallback
-from accumkit.window_state import WindowState
 
 _CONFIG_KEY = "accumkit"
-
-
-def _integer(variable: Any) -> int:
-    return int(variable.numpy() if hasattr(variable, "numpy") else variable)
 
 
 class AccumulationMixin:
@@ -56,7 +55,9 @@ class AccumulationMixin:
     """
 
     # Before `compile` a model is stock Keras.
-    _accumulation: WindowState = WindowState()
+    _accumulation: Accumulation = Accumulation()
+    # Whether Keras is reading or writing the state of a train step.
+    _window_travels: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses bases in the order in which the stock train step wins."""
@@ -111,7 +112,9 @@ class AccumulationMixin:
         checks.choice("remainder", remainder, checks.REMAINDERS)
         checks.choice("weighting", weighting, checks.WEIGHTINGS)
         optimizer = keras.optimizers.get(optimizer)
-        state = WindowState(steps, micro_batch_size, remainder, weighting)
+        state = Accumulation(
+            Options(steps, micro_batch_size, remainder, weighting)
+        )
         self._check_accumulation(optimizer, state)
         if state.active:
             backend.check_options(kwargs)
@@ -120,7 +123,7 @@ class AccumulationMixin:
         super().compile(optimizer, loss, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._accumulation = state
 
-    def _check_accumulation(self, optimizer: Any, state: WindowState) -> None:
+    def _check_accumulation(self, optimizer: Any, state: Accumulation) -> None:
         if not state.active:
             return
         setting, value = "accumulation_steps", state.accumulation_steps
@@ -161,11 +164,9 @@ class AccumulationMixin:
             state.accumulation_steps = before
             raise
         backend.sync(model)
-        if state.steps is not None:
-            state.steps.assign(steps)
-            if not self.open_micro_batches:
-                state.window_steps.assign(steps)
-        elif not was_active and model.train_function is not None:
+        if state.window is not None:
+            state.window.set_steps(steps)
+        if not was_active and model.train_function is not None:
             self.make_train_function(force=True)
 
     @property
@@ -180,16 +181,17 @@ class AccumulationMixin:
         if getattr(model, "optimizer", None) is None:
             return 0
         backend.sync(model)
-        return _integer(model.optimizer.iterations)
+        count: Any = model.optimizer.iterations
+        return int(count.numpy() if hasattr(count, "numpy") else count)
 
     @property
     def open_micro_batches(self) -> int:
         """How many micro-batches the open window holds; 0 if none is open."""
-        state = self._accumulation
-        if state.open_pieces is None:
+        window = self._accumulation.window
+        if window is None:
             return 0
         backend.sync(self)
-        return _integer(state.open_pieces)
+        return window.open_micro_batches()
 
     def apply_accumulated_gradients(self) -> int:
         """Takes an optimizer step with what the open window holds.
@@ -199,7 +201,7 @@ class AccumulationMixin:
         """
         count = self.open_micro_batches
         if count:
-            backend.apply_window(self, self._accumulation)
+            self._accumulation.window.apply()
         return count
 
     def discard_accumulated_gradients(self) -> int:
@@ -209,11 +211,11 @@ class AccumulationMixin:
             Int, the number of micro-batches in it. With 0 nothing changes.
         """
         count = self.open_micro_batches
-        state = self._accumulation
-        if state.denominator is not None:
-            backend.discard_window(self, state)
-        if state.recorder is not None:
-            state.recorder.discard()
+        window = self._accumulation.window
+        if window is not None:
+            if window.recorder is not None:
+                window.recorder.discard()
+            window.discard()
         return count
 
     def _record_windows(self, gradient_norm: bool, capacity: int) -> Any:
@@ -240,8 +242,9 @@ class AccumulationMixin:
                 type(self), AccumulationMixin, "EffectiveStepLogger"
             )
             state.recording = (gradient_norm, capacity)
-            state.recorder = None
-            backend.create_variables(model, state)
+            if state.window is not None:
+                state.window.recorder = None
+            backend.prepare(model, state)
             self.make_train_function(force=True)
         return state.recorder
 
@@ -290,15 +293,21 @@ class AccumulationMixin:
     def make_train_function(self, force: bool = False) -> Any:
         """Creates the window's variables, then Keras's train function."""
         model: Any = self
-        if self._accumulation.active:
-            self._accumulation.inspected = False
-            if model.built:
-                checks.gradients_have_means(
-                    "`accumulation_steps` and `micro_batch_size`",
-                    model.trainable_variables,
-                )
-                backend.create_variables(model, self._accumulation)
-        return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
+        state = self._accumulation
+        if not state.active:
+            return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
+        if force or model.train_function is None:
+            state.findings = Findings()
+            if state.window is not None:
+                state.window.forget_traces()
+        if model.built:
+            checks.gradients_have_means(
+                "`accumulation_steps` and `micro_batch_size`",
+                model.trainable_variables,
+            )
+            backend.prepare(model, state)
+        with self._with_window(True), backend.making_train_function(self):
+            return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
 
     def fit(
         self,
@@ -365,14 +374,40 @@ class AccumulationMixin:
         self.discard_accumulated_gradients()
 
     @property
-    def variables(self) -> list[Any]:
-        """The model's variables, on JAX with those of the window.
+    def non_trainable_variables(self) -> list[Any]:
+        """Those of the plain model.
 
-        JAX's train step is handed its state through this list. `weights` does
-        not have them on any backend.
+        On JAX a train step is handed its whole state, the window's variables
+        at the end of this list; only Keras's own reading and writing of that
+        state sees them there.
         """
-        own = super().variables  # pyright: ignore[reportAttributeAccessIssue]
-        return own + backend.traveling_variables(self._accumulation)
+        own = super().non_trainable_variables  # pyright: ignore[reportAttributeAccessIssue]
+        window = self._accumulation.window
+        if self._window_travels and window is not None:
+            return own + window.traveling_variables
+        return own
+
+    @contextlib.contextmanager
+    def _with_window(self, travels: Any) -> Iterator[None]:
+        before = self._window_travels
+        self._window_travels = bool(travels)
+        try:
+            yield
+        finally:
+            self._window_travels = before
+
+    # Keras's reading and writing of the train state on JAX; nothing public
+    # serves. An evaluation leaves the optimizer out, and the window with it.
+
+    def _get_jax_state(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_window(kwargs.get("optimizer_variables")):
+            return super()._get_jax_state(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def jax_state_sync(self) -> None:
+        """Brings what a train step has computed back into the variables."""
+        state = getattr(self, "_jax_state", None) or {}
+        with self._with_window("optimizer_variables" in state):
+            super().jax_state_sync()  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_compile_config(self) -> dict[str, Any]:
         """Returns what `compile` was called with, our options included.

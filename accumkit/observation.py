@@ -23,7 +23,8 @@ class Observation:
     `kind` says what its reduction divided by: "sum" (nothing), "values" (the
     number of loss values), "mask" (of those that are not masked), "weights"
     (the sum of the sample weights), "batch" (unknown; a loss function that
-    returned one number).
+    returned one number). `couples`: the loss is known to look at several
+    samples at once.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Observation:
     count: Any = None
     per_sample: int | None = None
     sources: tuple[int, ...] = ()
+    couples: bool = False
 
 
 @contextlib.contextmanager
@@ -45,15 +47,19 @@ def observed_losses(model: Any) -> Iterator[list[Observation]]:
     """
     seen: list[Observation] = []
     compiled = keras_internals.compile_loss(model)
-    if compiled is None or keras_internals.overrides_compute_loss(model):
+    if compiled is None:
         yield seen
         return
-    with keras_internals.replaced_losses(
-        compiled,
-        lambda loss, name: _Observer(loss, name, seen),
-        _CountedMean,
-    ):
-        yield seen
+    with keras_internals.unmistakable_targets(compiled):
+        if keras_internals.overrides_compute_loss(model):
+            yield seen
+            return
+        with keras_internals.replaced_losses(
+            compiled,
+            lambda loss, name: _Observer(loss, name, seen),
+            _CountedMean,
+        ):
+            yield seen
 
 
 class _Observer:
@@ -83,9 +89,13 @@ class _Observer:
         finally:
             del self.loss.call
         values = kept[0] if len(kept) == 1 else None
-        self.seen.append(
-            _observe(self.name, self.loss, values, in_mask, sample_weight)
+        if _is_one_number(values, y_pred):
+            values = None
+        observation = _observe(
+            self.name, self.loss, values, in_mask, sample_weight
         )
+        observation.couples = _couples(self.loss)
+        self.seen.append(observation)
         return result
 
 
@@ -104,11 +114,31 @@ class _CountedMean:
         self.metric.update_state(value, sample_weight=self.observer.samples)
 
 
+def _is_one_number(values: Any, y_pred: Any) -> bool:
+    """Whether a loss made one number of several samples."""
+    # A Python number has no shape.
+    shape = tuple(getattr(values, "shape", ()))
+    if not shape:
+        return True
+    first = keras.tree.flatten(y_pred)[0]
+    return set(shape) == {1} and first.shape[0] != 1
+
+
+def _couples(loss: Any) -> bool:
+    """Whether a loss of Keras's is known to look at several samples at once."""
+    losses = keras.losses
+    if isinstance(loss, (losses.Dice, losses.Tversky)):
+        return loss.axis is None or 0 in keras.tree.flatten(loss.axis)
+    return isinstance(loss, losses.Circle) or (
+        getattr(loss, "fn", None) is losses.circle
+    )
+
+
 def _observe(
     name: str, loss: Any, values: Any, in_mask: Any, sample_weight: Any
 ) -> Observation:
     reduction = getattr(loss, "reduction", None)
-    if values is None or len(values.shape) == 0:
+    if values is None:
         return Observation(name, "batch")
     if reduction in (None, "none", "sum"):
         return Observation(name, "sum")

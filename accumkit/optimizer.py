@@ -7,13 +7,8 @@ from typing import Any
 
 import keras
 
-from accumkit import checks, messages
-from accumkit.backends.optimizers import (
-    Trained,
-    optimizer_backend,
-    traveling_variables,
-)
-from accumkit.window_state import WindowState
+from accumkit import checks
+from accumkit.backends import windows
 
 
 @keras.saving.register_keras_serializable(package="accumkit")
@@ -102,8 +97,11 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         # Rate and counter of the base class are never used or saved.
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
-        self._window = WindowState(steps, weighting=weighting)
-        self._trained = Trained(inner)
+        self._accumulation_steps = steps
+        self._weighting = weighting
+        self._weights: dict[int, Any] = {}  # by replica, while it is worked off
+        self._trained: tuple[Any, ...] = ()
+        self._window: Any = None
 
     def build(self, variables: Any) -> None:
         """Creates the variables of the window and the wrapped optimizer.
@@ -114,8 +112,16 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         checks.gradients_have_means("`accumulation_steps`", variables)
-        self._trained.build(list(variables))
-        optimizer_backend.create_variables(self, self._trained, self._window)
+        # A tuple: Keras tracks what lies in lists.
+        self._trained = tuple(variables)
+        if self.accumulation_steps > 1:
+            window = windows.Window(
+                self.inner_optimizer, self.accumulation_steps
+            )
+            window.track(list(variables))
+            self._window = window
+        elif not self.inner_optimizer.built:
+            self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -134,12 +140,11 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
         self._check_built("apply(grads)")
-        if self._window.steps is None:
+        if self._window is None:
             self.inner_optimizer.apply(grads, trainable_variables)
             return
         grads = self._ordered(grads, trainable_variables)
-        weight = self._weight()
-        optimizer_backend.apply(self._trained, self._window, grads, weight)
+        self._window.take(grads, self._weight())
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Takes the gradients of a micro-batch, as pairs.
@@ -176,13 +181,11 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
                 f"{len(optimizer_variables)} values. Take them from a built "
                 "optimizer."
             )
-        if self._window.steps is None:
+        if self._window is None:
             return self.inner_optimizer.stateless_apply(
                 optimizer_variables, grads, trainable_variables
             )
-        return optimizer_backend.stateless_apply(
-            self._trained,
-            self._window,
+        return self._window.stateless_take(
             self._ordered(list(grads), None),
             self._weight(),
             list(optimizer_variables),
@@ -199,11 +202,11 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
 
     def _ordered(self, grads: list[Any], variables: Any) -> list[Any]:
         """One gradient or None for each variable, in the order of `build`."""
-        trained, window = self._trained, self._window
-        ordered: list[Any] = [None] * len(trained.trainable_variables)
+        trained = self._trained
         if variables is None:
-            variables = trained.trainable_variables
-        unknown = [v for v in variables if id(v) not in trained.positions]
+            variables = trained
+        given = {id(v): g for g, v in zip(grads, variables, strict=False)}
+        unknown = given.keys() - {id(v) for v in trained}
         if unknown or len(grads) != len(variables):
             raise ValueError(
                 "`grads` must go with the variables that the optimizer was "
@@ -211,31 +214,12 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
                 f"{len(variables)} variables, {len(unknown)} of them unknown. "
                 "Use a new optimizer for new variables."
             )
-        for gradient, variable in zip(grads, variables, strict=True):
-            ordered[trained.positions[id(variable)]] = gradient
-        present = {
-            key
-            for key, position in trained.positions.items()
-            if ordered[position] is not None
-        }
-        if not present:
+        if all(gradient is None for gradient in grads):
             raise ValueError(
                 "`grads` must hold a gradient. Received: None for all of "
                 f"{len(grads)} variables. Does the loss depend on them?"
             )
-        if present & trained.left_out:
-            messages.warn_once(
-                window.warned,
-                "left out",
-                "A variable gets a gradient that had none when another train "
-                "step was compiled. Windows that the other step closes leave "
-                "it out. Hand zeros instead of None to that one.",
-            )
-        window.touched |= present
-        if optimizer_backend.is_traced():
-            trained.run_eagerly = False
-            trained.left_out |= trained.positions.keys() - window.touched
-        return ordered
+        return [given.get(id(v)) for v in trained]
 
     @contextlib.contextmanager
     def micro_batch_weight(self, value: Any) -> Iterator[None]:
@@ -268,7 +252,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         Yields:
             None. What the `with` block applies has this weight.
         """
-        weights, replica = self._trained.weights, optimizer_backend.replica_id()
+        weights, replica = self._weights, windows.replica_id()
         before = weights.get(replica)
         weights[replica] = value
         try:
@@ -277,9 +261,9 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
             weights[replica] = before
 
     def _weight(self) -> Any:
-        if self._window.weighting == "uniform":
+        if self._weighting == "uniform":
             return None
-        value = self._trained.weights.get(optimizer_backend.replica_id())
+        value = self._weights.get(windows.replica_id())
         if value is None:
             raise ValueError(
                 "`weighting='exact'` needs to be told what a micro-batch "
@@ -296,23 +280,20 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         Settable: an open window keeps its N, the next one has the new N.
         Nothing is traced anew.
         """
-        return self._window.accumulation_steps
+        return self._accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
         steps = checks.count("accumulation_steps", value)
-        window = self._window
-        if self.built and window.steps is None and steps != 1:
+        if self.built and self._window is None and steps != 1:
             raise ValueError(
                 "`accumulation_steps` must not leave 1 once the optimizer is "
                 f"built: it keeps no window. Received: {steps}. Construct it "
                 "with 2 or more, then set 1."
             )
-        window.accumulation_steps = steps
-        if window.steps is not None:
-            window.steps.assign(steps)
-            if not self.open_micro_batches:
-                window.window_steps.assign(steps)
+        self._accumulation_steps = steps
+        if self._window is not None:
+            self._window.set_steps(steps)
 
     @property
     def open_micro_batches(self) -> int:
@@ -321,7 +302,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         On JAX `fit` hands variables back at the end of an epoch, and sooner
         to a callback that reads its `model`.
         """
-        return self._window.open_batch_count()
+        return 0 if self._window is None else self._window.open_batches()
 
     def apply_accumulated_gradients(self) -> int:
         """Takes an optimizer step with what the open window holds.
@@ -331,7 +312,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         """
         count = self.open_micro_batches
         if count:
-            optimizer_backend.apply_window(self._trained, self._window)
+            self._window.apply()
         return count
 
     def discard_accumulated_gradients(self) -> int:
@@ -342,15 +323,18 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         """
         count = self.open_micro_batches
         if count:
-            optimizer_backend.discard_window(self._trained, self._window)
+            self._window.discard()
         return count
 
     @property
     def variables(self) -> list[Any]:
-        """Those of the wrapped optimizer, on JAX after those of the window."""
-        return traveling_variables(self._window) + list(
-            self.inner_optimizer.variables
-        )
+        """Those of the wrapped optimizer; on JAX those of the window follow.
+
+        There `stateless_apply` is handed its whole state through this list.
+        """
+        own = list(self.inner_optimizer.variables)
+        window = vars(self).get("_window")
+        return own if window is None else own + window.traveling_variables
 
     @property
     def iterations(self) -> Any:
@@ -365,7 +349,8 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         self.inner_optimizer.learning_rate = value
-        self._trained.train_function = object()
+        if self._window is not None:
+            self._window.forget_traces()
 
     @property
     def loss_scale_factor(self) -> Any:
@@ -440,7 +425,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
                 self.inner_optimizer
             ),
             "accumulation_steps": self.accumulation_steps,
-            "weighting": self._window.weighting,
+            "weighting": self._weighting,
         }
 
     @classmethod

@@ -38,7 +38,8 @@ class WindowRecorder:
         self.capacity = capacity
         self.dropped = 0
         self._taken = 0
-        # Sums over the open window: D·L, D, samples, micro-batches.
+        # Sums over the open window: loss, its divisor, samples,
+        # micro-batches.
         self.sums = keras.Variable(
             "zeros",
             shape=(4,),
@@ -73,31 +74,34 @@ class WindowRecorder:
         return [self.sums, self.rows, self.cursor]
 
     def add(
-        self, loss: Any, weight: Any, samples: Any, micro_batches: float = 1.0
+        self,
+        contribution: Any,
+        divisor: Any,
+        samples: Any,
+        micro_batches: float = 1.0,
     ) -> None:
         """Notes a micro-batch; runs inside the train step.
 
         Args:
-            loss: Its loss L_i, a scalar.
-            weight: Its weight D_i, a scalar.
+            contribution: Its loss as it enters the window's, a scalar.
+            divisor: Its share of what their sum is divided by; None where
+                nothing is divided.
             samples: Its number of samples.
             micro_batches: 1, or a replica's share of it.
         """
         dtype = self.sums.dtype
-        weight = ops.cast(weight, dtype)
         parts = (
-            weight * ops.cast(loss, dtype),
-            weight,
+            ops.cast(contribution, dtype),
+            ops.cast(0 if divisor is None else divisor, dtype),
             ops.cast(samples, dtype),
             ops.cast(micro_batches, dtype),
         )
         self.sums.assign_add(ops.stack(parts))
 
-    def close(self, divides: bool, rate: Any, norm: Any, stepped: Any) -> None:
+    def close(self, rate: Any, norm: Any, stepped: Any) -> None:
         """Writes the row of the window that has closed; in the train step.
 
         Args:
-            divides: Whether the window's loss is a mean.
             rate: The learning rate that the step used.
             norm: The norm of its gradient.
             stepped: 1 if the optimizer took the step, 0 if it skipped it.
@@ -105,9 +109,9 @@ class WindowRecorder:
         dtype = self.rows.dtype
         # A tensor: a variable with components is summed by being read.
         sums = ops.convert_to_tensor(self.sums.value)
-        loss = sums[0]
-        if divides:
-            loss = ops.divide_no_nan(sums[0], sums[1])
+        loss = sums[0] / ops.where(
+            sums[1] == 0, ops.ones_like(sums[1]), sums[1]
+        )
         parts = (sums[3], sums[2], loss, rate, norm, stepped)
         row = ops.stack([ops.cast(p, dtype) for p in parts])
         at = ops.arange(self.capacity, dtype="int32")

@@ -23,7 +23,6 @@ from models import (
 from test_equivalence import OPTIMIZERS, TOLERANCE
 from test_mirrored_strategy import mirrored
 
-import accumkit
 from accumkit import AccumulationOptimizer
 from accumkit.callbacks.accumulation_optimizer_remainder import (
     OptimizerRemainder,
@@ -511,35 +510,58 @@ def test_nothing_is_left_of_an_earlier_window():
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.backend("tensorflow", "jax")
-def test_gradients_left_out_by_another_trace_are_warned_of():
-    inputs = keras.Input((1,))
-    dense = keras.layers.Dense(1)
-    model = keras.Model(inputs, [dense(inputs), keras.layers.Dense(1)(inputs)])
-    optimizer = AccumulationOptimizer(SGD(0.1), 2)
-    optimizer.build(model.trainable_variables)
+def test_gradients_that_another_trace_leaves_out():
+    """Which variables got one is state of the window, not of a trace."""
+    first, second = keras.Variable([0.0]), keras.Variable([1.0])
+    variables = [first, second]
+    optimizer = AccumulationOptimizer(SGD(0.1, weight_decay=0.5), 2)
+    optimizer.build(variables)
 
-    def step(head):
-        grads = [
-            keras.ops.ones(v.shape) if i // 2 <= head else None
-            for i, v in enumerate(model.trainable_variables)
-        ]
-        if BACKEND == "jax":
-            state = [v.value for v in optimizer.variables]
-            own = [v.value for v in model.trainable_variables]
-            return optimizer.stateless_apply(state, grads, own)
-        return optimizer.apply(grads)
+    def grads(both):
+        return [keras.ops.ones((1,)), keras.ops.ones((1,)) if both else None]
 
     if BACKEND == "jax":
         import jax
 
-        step = jax.jit(step, static_argnums=0)
+        @jax.jit
+        def alone(state, own):
+            return optimizer.stateless_apply(state, grads(False), own)
+
+        @jax.jit
+        def both(state, own):
+            return optimizer.stateless_apply(state, grads(True), own)
+
+        def run(step):
+            new = step(
+                [v.value for v in optimizer.variables],
+                [v.value for v in variables],
+            )
+            held = variables, optimizer.variables
+            for several, values in zip(held, new, strict=True):
+                for variable, value in zip(several, values, strict=True):
+                    variable.assign(value)
+
     else:
         import tensorflow as tf
 
-        step = tf.function(step)
-    step(0)
-    with pytest.warns(accumkit.AccumkitWarning, match="when another train"):
-        step(1)
+        alone = tf.function(lambda: optimizer.apply(grads(False)))
+        both = tf.function(lambda: optimizer.apply(grads(True)))
+
+        def run(step):
+            step()
+
+    expected = [1.0]
+    for window in ((alone, both), (both, alone), (alone, alone)):
+        for step in window:
+            run(step)
+        value = expected[-1]
+        if both in window:
+            value = value * 0.95 - 0.1 / 2
+        expected.append(value)
+        assert float(second.numpy()[0]) == pytest.approx(value)
+    # Without a gradient nothing moves it, not even decay, not by a bit.
+    assert expected[-1] == expected[-2]
+    assert int(optimizer.iterations.numpy()) == 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,41 +1,38 @@
-"""One module a framework, chosen once; only they import it.
+"""One package a framework, chosen once; only they import it.
 
-All have the same functions in the same order; `Backend` says what each does.
+All three have the same modules with the same names in the same order:
+`window.py` keeps the gradients of a window, whoever adds them;
+`train_step.py` is Keras's train step around it, with forward pass, loss and
+metrics; `pieces.py` cuts a batch and loops over the pieces. `TrainStep` and
+`Windows` say what each does.
 """
 
 import importlib
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import keras
 
-from accumkit.window_state import WindowState
+from accumkit.accumulation import Accumulation
 
 
-class Backend(Protocol):
-    """What a backend module offers."""
+class TrainStep(Protocol):
+    """What `train_step.py` of a backend offers; the mixin uses it."""
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raises for arguments of `compile` that the backend cannot take."""
         ...
 
-    def create_variables(self, model: Any, state: WindowState) -> None:
-        """Creates the variables of the window that are missing."""
+    def making_train_function(self, model: Any) -> AbstractContextManager[None]:
+        """A context in which Keras makes the model's train function."""
         ...
 
-    def traveling_variables(self, state: WindowState) -> list[Any]:
-        """Variables that must be handed through the train step."""
+    def prepare(self, model: Any, accumulation: Accumulation) -> Any:
+        """Creates what is missing of the model's window; returns it."""
         ...
 
     def train_step(self, model: Any, *args: Any) -> Any:
         """Keras's `train_step` with accumulation."""
-        ...
-
-    def apply_window(self, model: Any, state: WindowState) -> None:
-        """Takes the optimizer step of the open window, outside a trace."""
-        ...
-
-    def discard_window(self, model: Any, state: WindowState) -> None:
-        """Empties the window, outside a trace."""
         ...
 
     def sync(self, model: Any) -> None:
@@ -43,10 +40,84 @@ class Backend(Protocol):
         ...
 
 
+class Window(Protocol):
+    """Sums of gradients on their way to one optimizer step.
+
+    It knows an optimizer, the variables that are trained and N, and nothing
+    of models, losses and metrics. The mixin's train step owns one, and so
+    does an `AccumulationOptimizer`. On JAX what changes a window in a trace
+    is a pure function of its `Values`.
+
+    Attributes:
+        across: Whether a window spans several batches.
+        variables: Those of the train step that was run or traced last.
+        recorder: A `WindowRecorder`, or None.
+    """
+
+    def track(self, variables: list[Any]) -> None:
+        """Creates what is missing for the variables of a train step."""
+        ...
+
+    @property
+    def traveling_variables(self) -> list[Any]:
+        """Variables whose values Keras must hand through a train step."""
+        ...
+
+    def add(self, *args: Any) -> Any:
+        """Adds the gradients of a micro-batch."""
+        ...
+
+    def close_full(self, *args: Any) -> Any:
+        """Counts a batch; takes the optimizer step if the window is full."""
+        ...
+
+    def take(self, gradients: list[Any], weight: Any = None) -> None:
+        """Adds a micro-batch and closes the window if that fills it."""
+        ...
+
+    def stateless_take(self, *values: Any) -> Any:
+        """As `take`, on values that are handed in and back."""
+        ...
+
+    def apply(self) -> None:
+        """Takes the optimizer step of the open window, outside a trace."""
+        ...
+
+    def discard(self) -> None:
+        """Empties the window, outside a trace."""
+        ...
+
+    def forget_traces(self) -> None:
+        """Has everything compiled anew: optimizer or schedule has changed."""
+        ...
+
+    def set_steps(self, accumulation_steps: int) -> None:
+        """Sets N from the next window on."""
+        ...
+
+    def open_batches(self) -> int:
+        """How many batches the open window holds; waits for the device."""
+        ...
+
+    def open_micro_batches(self) -> int:
+        """How many micro-batches it holds; waits for the device."""
+        ...
+
+
+class Windows(Protocol):
+    """What `window.py` of a backend offers; `AccumulationOptimizer` uses it."""
+
+    Window = Window
+
+    def replica_id(self) -> int:
+        """The replica that the calling code works for."""
+        ...
+
+
 SUPPORTED = ("tensorflow", "jax", "torch")
 
 
-def _load() -> Backend:
+def _load(module: str) -> Any:
     name = keras.config.backend()
     if name not in SUPPORTED:
         raise ImportError(
@@ -54,7 +125,8 @@ def _load() -> Backend:
             f"`KERAS_BACKEND` to one of {', '.join(SUPPORTED)} before Keras "
             "is imported."
         )
-    return cast(Backend, importlib.import_module(f"accumkit.backends.{name}"))
+    return importlib.import_module(f"accumkit.backends.{name}.{module}")
 
 
-backend = _load()
+backend = cast(TrainStep, _load("train_step"))
+windows = cast(Windows, _load("window"))

@@ -1,5 +1,6 @@
-"""Cutting a batch into pieces on TensorFlow."""
+"""Cutting a batch into pieces on TensorFlow, and looping over them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -8,17 +9,74 @@ import tensorflow as tf
 from accumkit import checks, observation
 
 
-def checked(batch: Any) -> Any:
-    """Returns the batch if it can be cut into pieces, or raises.
+def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
+    """Cuts a batch into full pieces and a last one, which may be smaller.
 
     Args:
         batch: `(x, y, sample_weight)`, any nesting; None leaves are fine.
+        size: Samples in a piece.
+        compiled: Whether XLA compiles the train step.
+
+    Returns:
+        The full pieces, for `loop`; a function of the loop's last carry that
+        returns the last piece; and the number of all pieces.
 
     Raises:
         ValueError: If a leaf has no batch axis, or another length than the
             rest. Where lengths are not known before the graph runs, it raises
             `tf.errors.InvalidArgumentError` with the same message.
     """
+    batch = _checked(batch)
+    samples = observation.batch_size(batch[0])
+    if isinstance(samples, int):
+        before = max((samples - 1) // size, 0)
+    else:
+        before = tf.maximum((samples - 1) // size, 0)
+    rows = _padded(batch, size) if compiled else batch
+
+    def last(carry: Any) -> Any:
+        loops = not (isinstance(before, int) and before == 0)
+        if loops and not tf.executing_eagerly():
+            # Or the graph runs the last piece beside the loop, and the
+            # activations of two pieces are alive at once.
+            with tf.control_dependencies(keras.tree.flatten(carry)):
+                return _rest(batch, tf.identity(before * size))
+        return _rest(batch, before * size)
+
+    return (rows, before, size), last, before + 1
+
+
+def loop(
+    body: Callable[[Any, Any, Any], Any], carry: list[Any], full: Any
+) -> list[Any]:
+    """Runs `body` over the full pieces, one after the other.
+
+    Args:
+        body: `(carry, piece, index) -> carry`.
+        carry: Tensors that the first piece takes over.
+        full: What `cut` returned.
+
+    Returns:
+        What the last piece hands on.
+    """
+    rows, before, size = full
+    if isinstance(before, int) and before == 0:
+        return carry
+
+    def one(index: Any, *carried: Any) -> tuple[Any, ...]:
+        piece = _full(rows, index * size, size)
+        return index + 1, *body(list(carried), piece, index)
+
+    _, *carry = tf.while_loop(
+        lambda index, *_: index < before,
+        one,
+        [0, *carry],
+        parallel_iterations=1,
+    )
+    return carry
+
+
+def _checked(batch: Any) -> Any:
     # `train_on_batch` hands an eager step NumPy arrays as they are.
     batch = keras.tree.map_structure(
         lambda v: (
@@ -43,8 +101,8 @@ def checked(batch: Any) -> Any:
         )
 
 
-def padded(batch: Any, size: int) -> Any:
-    """Returns the batch with at least `size` rows.
+def _padded(batch: Any, size: int) -> Any:
+    """The batch with at least `size` rows.
 
     XLA compiles the loop over full pieces also for a batch that is smaller
     than one and never enters it; the slice must fit all the same.
@@ -60,8 +118,8 @@ def padded(batch: Any, size: int) -> Any:
     return keras.tree.map_structure(pad, batch)
 
 
-def full(batch: Any, start: Any, size: int) -> Any:
-    """Returns the piece of `size` samples from `start`, its size static."""
+def _full(batch: Any, start: Any, size: int) -> Any:
+    """The piece of `size` samples from `start`, its size static."""
 
     def cut(value: Any) -> Any:
         if value is None:
@@ -88,8 +146,8 @@ def full(batch: Any, start: Any, size: int) -> Any:
     return keras.tree.map_structure(cut, batch)
 
 
-def rest(batch: Any, start: Any) -> Any:
-    """Returns everything from `start` on."""
+def _rest(batch: Any, start: Any) -> Any:
+    """Everything from `start` on."""
 
     def cut(value: Any) -> Any:
         if value is None:

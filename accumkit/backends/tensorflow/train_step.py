@@ -1,0 +1,163 @@
+"""Keras's train step on TensorFlow, with accumulation."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accumkit import keras_internals, observation, recording, weighting
+from accumkit.accumulation import Accumulation
+from accumkit.backends.tensorflow import pieces
+from accumkit.backends.tensorflow.window import Window
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Nothing to refuse: all arguments of `compile` work."""
+
+
+@contextlib.contextmanager
+def making_train_function(model: Any) -> Iterator[None]:
+    """Nothing to prepare: a train function is traced by itself."""
+    yield
+
+
+def prepare(model: Any, accumulation: Accumulation) -> Window:
+    """Creates the window and its variables, as far as they are missing.
+
+    Under a strategy this must run outside replica context first.
+
+    Args:
+        model: A built model.
+        accumulation: Its options.
+
+    Returns:
+        The window.
+    """
+    window = accumulation.window
+    if window is None:
+        window = accumulation.window = Window(
+            model.optimizer,
+            accumulation.accumulation_steps,
+            model.distribute_strategy,
+        )
+    window.track(model.trainable_variables)
+    if accumulation.recording is not None and window.recorder is None:
+        scope = contextlib.nullcontext()
+        if not tf.distribute.has_strategy():
+            scope = model.distribute_strategy.scope()
+        with tf.init_scope(), scope:
+            window.recorder = recording.WindowRecorder(*accumulation.recording)
+    return window
+
+
+def train_step(model: Any, data: Any) -> dict[str, Any]:
+    """Runs one batch; takes an optimizer step where it fills the window.
+
+    Args:
+        model: The model.
+        data: A batch, `(x, y, sample_weight)` or a part of that.
+
+    Returns:
+        The logs, a dict of metric results.
+    """
+    accumulation = model._accumulation
+    batch = keras.utils.unpack_x_y_sample_weight(data)
+    # The window's variables must exist before anything runs in a loop.
+    keras_internals.build(model, *batch)
+    window = prepare(model, accumulation)
+    samples = observation.batch_size(batch[0])
+    if accumulation.micro_batch_size is None:
+        count = 1
+        part, y_pred = _micro_batch(model, accumulation, batch, samples)
+        loss = _mean(part.contribution, part.divisor)
+    else:
+        full, last, count = pieces.cut(
+            batch, accumulation.micro_batch_size, model.jit_compile
+        )
+
+        def body(carry: list[Any], piece: Any, index: Any) -> list[Any]:
+            part, y_pred = _micro_batch(
+                model, accumulation, piece, samples, index
+            )
+            keras_internals.update_metrics(model, piece, y_pred)
+            return _summed(carry, part)
+
+        zero = tf.zeros((), keras.config.floatx())
+        carry = pieces.loop(body, [zero, zero], full)
+        batch = last(carry)
+        part, y_pred = _micro_batch(
+            model, accumulation, batch, samples, count - 1
+        )
+        loss, divisor = _summed(carry, part)
+        loss = _mean(loss, None if part.divisor is None else divisor)
+    keras_internals.loss_tracker(model).update_state(
+        loss, sample_weight=samples
+    )
+    x, y, sample_weight = batch
+    logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    # See `Window.close_full` on data that runs out.
+    with tf.control_dependencies([loss]):
+        window.close_full(count)
+    return logs
+
+
+def sync(model: Any) -> None:
+    """Nothing to do: variables are always readable."""
+
+
+def _micro_batch(
+    model: Any,
+    accumulation: Accumulation,
+    batch: Any,
+    samples: Any,
+    index: Any = 0,
+) -> tuple[weighting.MicroBatch, Any]:
+    """Forward and backward pass of one micro-batch; adds its gradients.
+
+    Returns:
+        Its loss as it enters the window, and its predictions.
+    """
+    x = batch[0]
+    window = accumulation.window
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    with tf.GradientTape() as tape:
+        y_pred = keras_internals.forward(model, x)
+        first = index == 0
+        if window.across:
+            first = tf.logical_and(first, window.is_empty())
+        part = weighting.weigh(
+            model, accumulation, batch, y_pred, first, samples, replicas
+        )
+    gradients = tape.gradient(part.objective, window.variables)
+    # See `Window.close_full` on data that runs out.
+    with tf.control_dependencies([part.contribution]):
+        if window.variables:
+            window.add(gradients, first, part.late, part.divisor)
+        if window.recorder is not None:
+            window.recorder.add(
+                # The rows sum over replicas.
+                part.contribution
+                if part.divisor is not None
+                else part.contribution / replicas,
+                part.divisor,
+                observation.batch_size(x),
+                1 / replicas,
+            )
+    return part, y_pred
+
+
+def _summed(carry: list[Any], part: weighting.MicroBatch) -> list[Any]:
+    loss, divisor = carry
+    loss += tf.cast(part.contribution, loss.dtype)
+    if part.divisor is not None:
+        divisor += tf.cast(part.divisor, divisor.dtype)
+    return [loss, divisor]
+
+
+def _mean(loss: Any, divisor: Any) -> Any:
+    if divisor is None:
+        return loss
+    divisor = tf.cast(divisor, loss.dtype)
+    return tf.math.divide_no_nan(loss, divisor)

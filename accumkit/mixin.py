@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from accumkit import checks
+from accumkit import checks, fit_hooks
 from accumkit.accumulation import Accumulation, Findings
 from accumkit.backends import backend
 from accumkit.options import Options
@@ -355,15 +355,11 @@ class AccumulationMixin:
         else:
             given = keras.tree.flatten(callbacks) if callbacks else []
             callbacks = [closing, *given]
-        try:
+        closing.others = callbacks
+        with fit_hooks.leaving(callbacks):
             return super().fit(  # pyright: ignore[reportAttributeAccessIssue]
                 x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
             )
-        finally:
-            # `on_train_end` is not called when `fit` raises.
-            for callback in getattr(callbacks, "callbacks", callbacks):
-                if hasattr(callback, "on_fit_exit"):
-                    callback.on_fit_exit()
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads weights as `keras.Model.load_weights` does.

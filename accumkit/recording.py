@@ -30,14 +30,13 @@ class WindowRecorder:
 
     Args:
         gradient_norm: Whether to compute the norm of each window's gradient.
-        capacity: How many windows may close between two calls of `take`.
+        capacity: How many windows may close between two readings.
     """
 
     def __init__(self, gradient_norm: bool, capacity: int):
         self.gradient_norm = gradient_norm
         self.capacity = capacity
         self.dropped = 0
-        self._taken = 0
         # Sums over the open window: loss, its divisor, samples,
         # micro-batches.
         self.sums = keras.Variable(
@@ -125,6 +124,19 @@ class WindowRecorder:
         self.dropped += round(float(_host(self.sums)[3]))
         self.sums.assign(np.zeros(4, self.sums.dtype))
 
+
+class WindowReader:
+    """One who reads a recorder's rows, each once; there may be several.
+
+    Args:
+        recorder: The recorder. What it has noted so far is not read.
+    """
+
+    def __init__(self, recorder: WindowRecorder):
+        self.recorder = recorder
+        self._taken = int(_host(recorder.cursor))
+        self._dropped = recorder.dropped
+
     def take(self) -> tuple[list[dict[str, float]], int]:
         """Returns the rows written since the last call; waits for the device.
 
@@ -132,14 +144,15 @@ class WindowRecorder:
             The rows, oldest first, and the number of micro-batches that were
             discarded after them.
         """
-        end = int(_host(self.cursor))
-        rows = _host(self.rows)
+        recorder = self.recorder
+        end = int(_host(recorder.cursor))
+        rows = _host(recorder.rows)
         taken = [
-            dict(zip(FIELDS, rows[i % self.capacity].tolist(), strict=True))
-            for i in range(max(self._taken, end - self.capacity), end)
+            dict(zip(FIELDS, rows[i % recorder.capacity].tolist(), strict=True))
+            for i in range(max(self._taken, end - recorder.capacity), end)
         ]
-        self._taken = end
-        dropped, self.dropped = self.dropped, 0
+        dropped = recorder.dropped - self._dropped
+        self._taken, self._dropped = end, recorder.dropped
         return taken, dropped
 
 

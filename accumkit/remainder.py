@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from accumkit import messages, windows
+from accumkit import fit_hooks, messages, windows
 
 
 class RemainderCallback(keras.callbacks.Callback):
@@ -15,7 +15,17 @@ class RemainderCallback(keras.callbacks.Callback):
     them. The first hook after an epoch's last batch is `on_test_begin` where
     `fit` evaluates, else `on_epoch_end`; `fit` hands its callbacks to its own
     evaluation only, so an `evaluate` of the user's never comes by here.
+
+    Standing first, it also lets those callbacks write that have something for
+    the logs which the others read.
+
+    Attributes:
+        others: All callbacks of this `fit`, a list or a `CallbackList`.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: Any = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with an empty window; warns if none can ever be filled."""
@@ -54,6 +64,7 @@ class RemainderCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Deals with the remainder of an epoch without validation."""
         self._close()
+        fit_hooks.epoch_logs(self.others, epoch, logs)
 
     def _close(self) -> None:
         model: Any = self.model

@@ -8,7 +8,9 @@ import keras
 
 from accumkit import checks
 from accumkit.callbacks.model_access import ModelCallback
-from accumkit.callbacks.step_log import COLUMNS, CsvLog, TensorBoardLog
+from accumkit.callbacks.step_counts import StepCounts
+from accumkit.callbacks.step_log import CsvLog, MemoryLog, TensorBoardLog
+from accumkit.recording import WindowReader
 
 if TYPE_CHECKING:
     import pandas
@@ -29,8 +31,20 @@ class EffectiveStepLogger(ModelCallback):
 
     Into the epoch's logs it puts `optimizer_steps` and `micro_batches` (both
     counted from the beginning), `effective_batch_size` (mean samples of an
-    optimizer step in the epoch) and `learning_rate`. Stand it in front of
-    callbacks that read the logs, such as `CSVLogger`.
+    optimizer step in the epoch) and `learning_rate`, as they are when the
+    epoch ends and before any callback's `on_epoch_end`: wherever it stands in
+    the list, `CSVLogger`, `ModelCheckpoint` and the `History` find them. Only
+    in a training loop of your own, and inside a callback that calls others,
+    must it stand in front of those that read the logs.
+
+    A run that ends in an exception or with Ctrl-C leaves the rows of all
+    windows that closed before it, except on JAX where a train step itself
+    fails: that takes the model's state along, and with it the rows of the
+    last second.
+
+    A row costs 64 bytes of memory, with a `csv_path` too, so that `frame` is
+    complete: a million optimizer steps cost 64 MB. `every=100` takes one
+    hundredth.
 
     Example:
 
@@ -82,20 +96,19 @@ class EffectiveStepLogger(ModelCallback):
         self.every = checks.count("every", every)
         self.gradient_norm = bool(gradient_norm)
         self.verbose = verbose
-        self._rows: list[dict[str, Any]] = []
+        self._rows = MemoryLog()
         self._logs: list[Any] = []
-        self._recorder: Any = None
-        self._optimizer_step = 0
-        self._micro_batches: int | None = None
+        self._capacity = _CAPACITY
+        self._reader: Any = None
+        self._counts = StepCounts()
+        self._counted = False
         if tensorboard_dir is not None:
             TensorBoardLog(tensorboard_dir).close()
 
     @property
     def frame(self) -> "pandas.DataFrame":
         """The rows so far, one per logged optimizer step."""
-        import pandas as pd
-
-        return pd.DataFrame(self._rows, columns=list(COLUMNS))
+        return self._rows.frame()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts recording."""
@@ -103,27 +116,48 @@ class EffectiveStepLogger(ModelCallback):
         model = self._owner
         per_call: Any = getattr(model, "steps_per_execution", 1)
         self._batches_per_call = int(per_call)
-        capacity = max(_CAPACITY, 2 * self._batches_per_call)
-        self._recorder = model._record_windows(self.gradient_norm, capacity)
-        self._recorder.take()  # what others left unread
-        self._optimizer_step = model.optimizer_steps
+        self._capacity = max(_CAPACITY, 2 * self._batches_per_call)
+        model._record_windows(self.gradient_norm, self._capacity)
         self._logs = []
         if self.csv_path is not None:
-            log = CsvLog(self.csv_path)
-            if self._micro_batches is None:
-                self._micro_batches = log.micro_batches_at(self._optimizer_step)
-            self._logs.append(log)
+            self._logs.append(CsvLog(self.csv_path))
         if self.tensorboard_dir is not None:
             self._logs.append(TensorBoardLog(self.tensorboard_dir))
-        self._micro_batches = self._micro_batches or 0
         self._begun = self._read = time.perf_counter()
         self._calls = 0
+        self._counted = False
+
+    def _count(self) -> None:
+        """Finds out where to go on counting.
+
+        In the first epoch, when every callback's `on_train_begin` is done:
+        `BackupAndRestore` may have put back an earlier state in its own.
+        """
+        counts = self._counts
+        counts.optimizer_step = self._owner.optimizer_steps
+        recorder = self._owner._accumulation.recorder
+        if self._reader is None or self._reader.recorder is not recorder:
+            self._reader = WindowReader(recorder)
+        # What nobody read: windows of `train_on_batch`, and one left open by
+        # an exception.
+        windows, dropped = self._reader.take()
+        if counts.micro_batches is not None:
+            unread = sum(round(w["micro_batches"]) for w in windows)
+            counts.micro_batches += unread + dropped
+        elif self.csv_path is not None:
+            counts.micro_batches = CsvLog.micro_batches_at(
+                self.csv_path, counts.optimizer_step
+            )
+        else:
+            counts.micro_batches = 0
+        self._counted = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the epoch's counts."""
-        self._epoch = epoch
-        self._epoch_steps = 0
-        self._epoch_samples = 0.0
+        if not self._counted:
+            self._count()
+        self._counts.begin_epoch(epoch)
+        self._logged = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Fetches rows if enough time has passed or the ring may be full.
@@ -134,76 +168,64 @@ class EffectiveStepLogger(ModelCallback):
         self._calls += 1
         batches = (self._calls + 1) * self._batches_per_call
         if (
-            batches >= self._recorder.capacity
+            batches >= self._capacity
             or time.perf_counter() - self._read > _SECONDS
         ):
             self._fetch()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the counts to the epoch's logs."""
+    def on_epoch_logs(self, epoch: int, logs: Any = None) -> None:
+        """Adds the counts to the epoch's logs, before anybody reads them.
+
+        Args:
+            epoch: The epoch, counted from 0.
+            logs: The epoch's logs.
+        """
         self._fetch()
+        self._logged = True
         if logs is None:
             return
         rate = keras.ops.convert_to_numpy(
             keras.ops.convert_to_tensor(self._owner.optimizer.learning_rate)
         )
-        logs["optimizer_steps"] = self._optimizer_step
+        counts, opened = self._counts, self._owner.open_micro_batches
+        logs["optimizer_steps"] = counts.optimizer_step
         # Under "carry" the open window's have been seen as well.
-        opened = self._owner.open_micro_batches
-        logs["micro_batches"] = self._micro_batches + opened
-        logs["effective_batch_size"] = (
-            self._epoch_samples / self._epoch_steps
-            if self._epoch_steps
-            else float("nan")
-        )
+        logs["micro_batches"] = counts.micro_batches + opened
+        logs["effective_batch_size"] = counts.effective_batch_size
         logs["learning_rate"] = float(rate)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the counts to the epoch's logs, unless `fit` has seen to it."""
+        if not self._logged:
+            self.on_epoch_logs(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Fetches the last rows."""
-        self._fetch()
+        if self._counted:
+            self._fetch()
 
     def on_fit_exit(self) -> None:
-        """Closes the files, also after an exception."""
-        for log in self._logs:
-            log.close()
-        self._logs = []
+        """Fetches the rows of an interrupted run and closes the files."""
+        logs = self._logs
+        try:
+            if self._counted:
+                self._fetch()
+        finally:
+            self._logs, self._counted = [], False
+            for log in logs:
+                log.close()
 
     def _fetch(self) -> None:
-        recorded = self.model._accumulation.recorder
+        _ = self.model  # its variables are to be read
         now, then = time.perf_counter(), self._read
-        windows, dropped = recorded.take()
-        total = sum(w["micro_batches"] for w in windows) or 1
-        rows, done = [], 0
-        for window in windows:
-            done += window["micro_batches"]
-            self._micro_batches += round(window["micro_batches"])
-            if not window["stepped"]:
-                continue
-            self._optimizer_step += 1
-            self._epoch_steps += 1
-            self._epoch_samples += window["samples"]
-            if self._optimizer_step % self.every:
-                continue
-            norm = window["gradient_norm"]
-            seconds = then + (now - then) * done / total - self._begun
-            rows.append(
-                {
-                    "optimizer_step": self._optimizer_step,
-                    "epoch": self._epoch,
-                    "micro_batches": self._micro_batches,
-                    "samples": round(window["samples"]),
-                    "learning_rate": window["learning_rate"],
-                    "loss": window["loss"],
-                    "gradient_norm": (
-                        norm if self.gradient_norm else float("nan")
-                    ),
-                    "seconds": seconds,
-                }
-            )
-        self._micro_batches += dropped
+        windows, dropped = self._reader.take()
+        rows = self._counts.rows(windows, then - self._begun, now - self._begun)
+        self._counts.micro_batches += dropped
         self._read, self._calls = now, 0
-        self._rows += rows
-        for log in self._logs:
+        rows = [r for r in rows if r["optimizer_step"] % self.every == 0]
+        if not self.gradient_norm:
+            rows = [{**row, "gradient_norm": float("nan")} for row in rows]
+        for log in (self._rows, *self._logs):
             log.write(rows)
         if self.verbose:
             for row in rows:

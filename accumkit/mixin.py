@@ -8,6 +8,7 @@ import keras
 
 from accumkit import checks, fit_hooks
 from accumkit.accumulation import Accumulation, Findings
+from accumkit.arguments import Arguments
 from accumkit.backends import backend
 from accumkit.options import Options
 from accumkit.remainder import RemainderCallback
@@ -66,8 +67,6 @@ class AccumulationMixin:
 
     def compile(
         self,
-        optimizer: Any = "rmsprop",
-        loss: Any = None,
         *args: Any,
         accumulation_steps: int = 1,
         micro_batch_size: int | None = None,
@@ -75,14 +74,15 @@ class AccumulationMixin:
         weighting: str = "exact",
         **kwargs: Any,
     ) -> None:
-        """Configures the model for training, as `keras.Model.compile` does.
+        """Configures the model for training, as its own `compile` does.
 
         An open window is discarded.
 
         Args:
-            optimizer: As in Keras; it must not accumulate gradients itself.
-            loss: As in Keras.
-            *args: Further positional arguments of `keras.Model.compile`.
+            *args: Positional arguments of `keras.Model.compile`, or of the
+                model class behind the mixin. They are handed on as they are,
+                with nothing added. The optimizer must not accumulate
+                gradients itself.
             accumulation_steps: Int ≥ 1, N: this many batches of `fit` make
                 one optimizer step. Defaults to `1`.
             micro_batch_size: Int ≥ 1 or None, m: each batch of `fit` is
@@ -96,13 +96,14 @@ class AccumulationMixin:
                 weights), as the large batch. `"uniform"`: the mean of the
                 micro-batch means, as Keras's own
                 `gradient_accumulation_steps`. Defaults to `"exact"`.
-            **kwargs: Further arguments of `keras.Model.compile`.
+            **kwargs: Keyword arguments, handed on likewise.
 
         Raises:
             TypeError: If a number is not an integer.
             ValueError: If a number is below 1, `remainder` or `weighting` is
                 unknown, the optimizer accumulates gradients itself, or the
-                class has a `train_step` that would bypass this one.
+                class has a `train_step` that would bypass this one. The model
+                is then as it was before.
         """
         steps = checks.count("accumulation_steps", accumulation_steps)
         if micro_batch_size is not None:
@@ -111,17 +112,28 @@ class AccumulationMixin:
             )
         checks.choice("remainder", remainder, checks.REMAINDERS)
         checks.choice("weighting", weighting, checks.WEIGHTINGS)
-        optimizer = keras.optimizers.get(optimizer)
         state = Accumulation(
             Options(steps, micro_batch_size, remainder, weighting)
         )
-        self._check_accumulation(optimizer, state)
-        if state.active:
-            backend.check_options(kwargs)
-            if weighting == "exact":
-                checks.one_reduction(keras.tree.flatten(loss))
-        super().compile(optimizer, loss, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        before = dict(vars(self))
+        super().compile(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        # Only now it is known: a class may choose its optimizer and its loss.
+        try:
+            self._check_compiled(state)
+        except ValueError:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
         self._accumulation = state
+
+    def _check_compiled(self, state: Accumulation) -> None:
+        model: Any = self
+        self._check_accumulation(model.optimizer, state)
+        if not state.active:
+            return
+        backend.check_options({"jit_compile": model.jit_compile})
+        if state.weighting == "exact":
+            checks.one_reduction(keras.tree.flatten(model.loss))
 
     def _check_accumulation(self, optimizer: Any, state: Accumulation) -> None:
         if not state.active:
@@ -309,57 +321,34 @@ class AccumulationMixin:
         with self._with_window(True), backend.making_train_function(self):
             return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Trains the model, as `keras.Model.fit` does.
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains the model, as its own `fit` does.
 
         Args:
-            x: As in Keras, like all the others.
-            y: As in Keras.
-            batch_size: As in Keras.
-            epochs: As in Keras.
-            verbose: As in Keras.
-            callbacks: As in Keras. A callback that deals with the remainder
-                is put in front of them.
-            *args: Further positional arguments of `keras.Model.fit`.
-            **kwargs: Further arguments of `keras.Model.fit`.
+            *args: Positional arguments of `keras.Model.fit`, or of the model
+                class behind the mixin. They are handed on as they are, but
+                that a callback which deals with the remainder is put in front
+                of `callbacks`.
+            **kwargs: Keyword arguments, handed on likewise.
 
         Returns:
-            The `History`, as in Keras.
+            What that `fit` returns, the `History` in Keras.
         """
+        given = Arguments(self, AccumulationMixin, "fit", args, kwargs)
         if self._accumulation.active:
             # Keras's default for arrays; a dataset brings its own size.
-            arrays = keras.tree.flatten(x)
+            arrays = keras.tree.flatten(given.get("x"))
             sized = bool(arrays) and all(hasattr(a, "shape") for a in arrays)
-            self._accumulation.fit_batch_size = batch_size or (
+            self._accumulation.fit_batch_size = given.get("batch_size") or (
                 32 if sized else None
             )
         closing = RemainderCallback()
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            others = callbacks.callbacks
-            others[:] = [
-                c for c in others if not isinstance(c, RemainderCallback)
-            ]
-            others.insert(0, closing)
-            closing.set_model(self)
-            closing.set_params(callbacks.params)
-        else:
-            given = keras.tree.flatten(callbacks) if callbacks else []
-            callbacks = [closing, *given]
-        closing.others = callbacks
+        callbacks = closing.in_front_of(given.get("callbacks"), self)
+        closing.reaches(given.put("callbacks", callbacks), self)
         with fit_hooks.leaving(callbacks):
-            return super().fit(  # pyright: ignore[reportAttributeAccessIssue]
-                x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
-            )
+            history = super().fit(*given.args, **given.kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            closing.reaches(closing.began, self)
+            return history
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads weights as `keras.Model.load_weights` does.

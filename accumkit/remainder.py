@@ -26,9 +26,52 @@ class RemainderCallback(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.others: Any = []
+        self.began = False
+
+    def in_front_of(self, callbacks: Any, model: Any) -> Any:
+        """Returns what to hand to `fit` as `callbacks`, this one in front.
+
+        Args:
+            callbacks: What the caller gave: None, a callback, a list of them,
+                or a `CallbackList`, which is changed in place.
+            model: The model to be trained.
+        """
+        self.others = callbacks
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            given = keras.tree.flatten(callbacks) if callbacks else []
+            self.others = [self, *given]
+            return self.others
+        others = callbacks.callbacks
+        others[:] = [c for c in others if not isinstance(c, RemainderCallback)]
+        others.insert(0, self)
+        self.set_model(model)
+        self.set_params(callbacks.params)
+        return callbacks
+
+    def reaches(self, reached: bool, model: Any) -> None:
+        """Warns of a `fit` of the user's that does not run its callbacks.
+
+        Args:
+            reached: Whether this callback gets to Keras's `fit`, or got there.
+            model: The model to be trained.
+        """
+        state = model._accumulation
+        if reached or not state.across or state.remainder == "carry":
+            return
+        messages.warn_once(
+            state.warned,
+            "fit without callbacks",
+            f"`remainder={state.remainder!r}` is seen to by a callback, but "
+            f"the `fit` of class `{type(model).__name__}` does not hand its "
+            "`callbacks` on to Keras's: a window that is open at the end of an "
+            "epoch stays open. Let that `fit` take `callbacks` and pass them "
+            "to `super().fit`; or compile with `remainder='carry'` and call "
+            "`apply_accumulated_gradients()` where a window should end.",
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with an empty window; warns if none can ever be filled."""
+        self.began = True
         model: Any = self.model
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()

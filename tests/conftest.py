@@ -45,6 +45,13 @@ def clean():
     keras.utils.clear_session()
 
 
+@pytest.fixture
+def mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "backend(name): runs on this Keras backend only"

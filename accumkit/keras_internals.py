@@ -1,17 +1,19 @@
 """The private parts of Keras that accumkit needs, each with its reason.
 
-Everything else in the package uses public Keras API only.
+Everything else in the package uses public Keras API only. Keras may move any
+of these in any release: each is read through `_imported` or `_private`, which
+say so, instead of an `ImportError` or `AttributeError` from somewhere inside.
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask, get_stateless_scope
-from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 
 from accumkit import checks
+from accumkit._version import __version__
 
 __all__ = [
     "added_loss",
@@ -22,9 +24,11 @@ __all__ = [
     "compile_loss",
     "compute_loss",
     "computes_in_float16",
+    "distribution_strategy",
     "forward",
     "get_keras_mask",
     "guarded_updates",
+    "initial_epoch",
     "loss_tracker",
     "overrides_compute_loss",
     "overrides_compute_metrics",
@@ -37,10 +41,49 @@ __all__ = [
     "update_metrics",
     "update_where",
 ]
+
+
+def _missing(name: str) -> str:
+    return (
+        f"accumkit {__version__} builds on a private part of Keras, `{name}`, "
+        f"that Keras {keras.__version__} does not have. Install a version of "
+        "Keras that accumkit's README lists as tested, or a newer accumkit."
+    )
+
+
+def _imported(module: str, name: str) -> Any:
+    """Imports a private name; says which Keras lacks it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(_missing(f"{module}.{name}")) from error
+
+
+def _private(owner: Any, name: str) -> Any:
+    """Reads a private attribute; says which Keras lacks it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        # Not an AttributeError, which `hasattr` and properties swallow.
+        raise RuntimeError(_missing(f"{type(owner).__name__}.{name}")) from (
+            error
+        )
+
+
 # `get_keras_mask`: the mask on a prediction decides what the loss divides by,
 # and no public function reads it. `apply_mask` and
 # `squeeze_or_expand_to_same_rank`: a divisor of "mean_with_sample_weight" must
 # be formed exactly as the loss forms it.
+# Where it is defined: Keras 3.16 took it out of `keras.src.backend`.
+get_keras_mask = _imported("keras.src.backend.common.masking", "get_keras_mask")
+apply_mask = _imported("keras.src.losses.loss", "apply_mask")
+squeeze_or_expand_to_same_rank = _imported(
+    "keras.src.losses.loss", "squeeze_or_expand_to_same_rank"
+)
+# The values that an optimizer has changed in a stateless scope.
+_stateless_scope = _imported(
+    "keras.src.backend.common.stateless_scope", "get_stateless_scope"
+)
 
 
 def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
@@ -67,7 +110,7 @@ def forward(model: Any, x: Any) -> Any:
 
     `_call_has_training_arg` spares models whose `call` takes no `training`.
     """
-    if model._call_has_training_arg:
+    if _private(model, "_call_has_training_arg"):
         return model(x, training=True)
     return model(x)
 
@@ -77,7 +120,7 @@ def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
 
     `_compute_loss` is Keras's own wrapper for overrides of before Keras 3.3.
     """
-    return model._compute_loss(
+    return _private(model, "_compute_loss")(
         x=x, y=y, y_pred=y_pred, sample_weight=weights, training=True
     )
 
@@ -92,7 +135,7 @@ def loss_tracker(model: Any) -> Any:
 
     A train step has to update it, and no public attribute holds it.
     """
-    return model._loss_tracker
+    return _private(model, "_loss_tracker")
 
 
 def overrides_compute_metrics(model: Any) -> bool:
@@ -109,13 +152,15 @@ def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
     x, y, weights = batch
     if overrides_compute_metrics(model):
         model.compute_metrics(x, y, y_pred, sample_weight=weights)
-    elif model._compile_metrics is not None:
-        model._compile_metrics.update_state(y, y_pred, weights)
+        return
+    metrics = _private(model, "_compile_metrics")
+    if metrics is not None:
+        metrics.update_state(y, y_pred, weights)
 
 
 def compile_loss(model: Any) -> Any:
     """Returns the `CompileLoss` made from `compile(loss=...)`, or None."""
-    return model._compile_loss
+    return _private(model, "_compile_loss")
 
 
 def added_losses(model: Any) -> tuple[list[Any], list[Any]]:
@@ -135,7 +180,7 @@ def added_loss(model: Any, loss: Any) -> Any:
 
     On TensorFlow Keras divides it by the number of replicas.
     """
-    return model._aggregate_additional_loss(loss)
+    return _private(model, "_aggregate_additional_loss")(loss)
 
 
 @contextlib.contextmanager
@@ -156,7 +201,7 @@ def unmistakable_targets(compiled: Any) -> Iterator[None]:
     def structured(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         nested = keras.tree.is_nested
         if nested(y_pred) and not nested(y_true) and y_true is not None:
-            losses = compiled._user_loss
+            losses = _private(compiled, "_user_loss")
             one = [v is not None for v in keras.tree.flatten(losses)]
             if nested(losses) and sum(one) == 1:
                 targets = [y_true if wanted else None for wanted in one]
@@ -189,8 +234,12 @@ def replaced_losses(
         replace_metric: `(metric, what replaces its loss)` to what is updated
             in place of the metric.
     """
-    entries, metrics = compiled._flat_losses, compiled._metrics
-    losses = [replace(entry.loss, entry.name) for entry in entries]
+    entries = _private(compiled, "_flat_losses")
+    metrics = _private(compiled, "_metrics")
+    losses = [
+        replace(_private(entry, "loss"), _private(entry, "name"))
+        for entry in entries
+    ]
     compiled._flat_losses = [
         entry._replace(loss=loss)
         for entry, loss in zip(entries, losses, strict=True)
@@ -217,7 +266,7 @@ def all_layers(model: Any) -> dict[str, Any]:
     seen: set[int] = set()
 
     def walk(layer: Any, prefix: str) -> None:
-        for inner in layer._layers:
+        for inner in _private(layer, "_layers"):
             if id(inner) in seen:
                 continue
             seen.add(id(inner))
@@ -261,10 +310,11 @@ def guarded_updates(
 
     def guarded(leaf: Any) -> Callable[..., None]:
         step = leaf.update_step
-        positions = {leaf._var_key(v): i for i, v in enumerate(variables)}
+        key = _private(leaf, "_var_key")
+        positions = {key(v): i for i, v in enumerate(variables)}
 
         def update_step(gradient: Any, variable: Any, rate: Any) -> None:
-            index = positions.get(leaf._var_key(variable))
+            index = positions.get(key(variable))
             if index is None:
                 step(gradient, variable, rate)
             else:
@@ -294,7 +344,7 @@ def update_where(
         before: Values by `id` of their variable, of those that have changed
             before and are to be put back as well.
     """
-    mapping = get_stateless_scope().state_mapping
+    mapping = _stateless_scope().state_mapping
     earlier = {**mapping, **before}
     old = dict(mapping)
     update()
@@ -308,7 +358,7 @@ def raw_value(variable: Any) -> Any:
 
     While `fit` runs on JAX variables have none, and `value` would raise.
     """
-    return variable._value
+    return _private(variable, "_value")
 
 
 def schedule_of(optimizer: Any) -> Any:
@@ -316,7 +366,7 @@ def schedule_of(optimizer: Any) -> Any:
 
     `learning_rate` evaluates it; the object is in `_learning_rate` only.
     """
-    rate = getattr(optimizer, "_learning_rate", None)
+    rate = _private(optimizer, "_learning_rate")
     kind = keras.optimizers.schedules.LearningRateSchedule
     return rate if isinstance(rate, kind) else None
 
@@ -328,3 +378,19 @@ def scheduled_optimizer(optimizer: Any) -> Any:
             return optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
+
+
+def distribution_strategy(optimizer: Any) -> Any:
+    """Returns the `tf.distribute` strategy that an optimizer was made under.
+
+    It is that of the constructor, not of the code that asks.
+    """
+    return _private(optimizer, "_distribution_strategy")
+
+
+def initial_epoch(model: Any) -> int:
+    """Returns the epoch that the running `fit` started at.
+
+    `fit` tells callbacks no other way.
+    """
+    return _private(model, "_initial_epoch") or 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from accumkit import fit_hooks, messages, windows
+from accumkit import fit_hooks, keras_internals, messages, windows
 
 
 class RemainderCallback(keras.callbacks.Callback):
@@ -82,7 +82,7 @@ class RemainderCallback(keras.callbacks.Callback):
         batches = self.params.get("steps")
         if state.remainder == "apply" or not batches:
             return
-        epochs = self.params["epochs"] - (model._initial_epoch or 0)
+        epochs = self.params["epochs"] - keras_internals.initial_epoch(model)
         n = model.accumulation_steps
         ahead = model.open_micro_batches if state.remainder == "carry" else 0
         if ahead or windows.optimizer_steps(

@@ -49,7 +49,9 @@ class Window:
         self.recorder: Any = None
         self._n = accumulation_steps
         # Where an optimizer was made, which knows no model.
-        self._strategy = strategy or optimizer._distribution_strategy
+        if strategy is None:
+            strategy = keras_internals.distribution_strategy(optimizer)
+        self._strategy = strategy
         self._sums: Any = None
         # N as a train step sees it (a Python number would freeze in a trace),
         # and that of the open window: N set in the middle counts from the

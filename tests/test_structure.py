@@ -62,9 +62,8 @@ DRAWING = {"matplotlib", "sklearn", "tensorboard", "tensorboardX"}
 # Private names outside `keras_internals` that are not Keras's, each with a
 # reason.
 PRIVATE = {
-    ("backends/torch.py", "_foreach_div_"): "all of torch's optimizers use it",
-    ("backends/torch_optimizer.py", "_foreach_add_"): "as above",
-    ("backends/torch_optimizer.py", "_foreach_div_"): "as above",
+    ("backends/torch/window.py", "_foreach_div_"): "as its optimizers do",
+    ("backends/torch/window.py", "_foreach_add_"): "as above",
 }
 
 

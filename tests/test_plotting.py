@@ -408,3 +408,63 @@ ours = {{name for name in sys.modules if name.startswith("accumkit.")}}
 assert all(name.startswith("accumkit.plotting") for name in ours), ours
 """
     run_python(code, tmp_path)
+
+
+# Validation in some epochs only
+
+
+def validated(frame, name="val_loss"):
+    return frame["epoch"][frame[name].notna()].tolist()
+
+
+def test_frame_places_validation_where_one_number_fits():
+    history = fit(epochs=6, validation_freq=2)
+    frame = plotting.history_frame(history)
+    assert validated(frame) == validated(frame, "val_mae") == [1, 3, 5]
+    assert frame["val_loss"].dropna().tolist() == history.history["val_loss"]
+    resumed = fit(initial_epoch=3, epochs=7, validation_freq=2)
+    assert validated(plotting.history_frame(resumed)) == [3, 5]
+    # Every number that fits means the same epochs.
+    logs = {"loss": [1.0, 2.0], "val_loss": [3.0]}
+    assert validated(plotting.history_frame(logs)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "values", "fitting"),
+    [(5, 1, "3, 4, 5"), (7, 4, "no whole number"), (4, 3, "no whole number")],
+)
+def test_frame_says_which_numbers_would_fit(epochs, values, fitting):
+    logs = {"loss": [1.0] * epochs, "val_loss": [1.0] * values}
+    with pytest.raises(ValueError, match=f"which {fitting} would fit"):
+        plotting.history_frame(logs)
+
+
+def test_drawing_asks_for_what_is_drawn_only():
+    logs = {
+        "loss": [0.9, 0.5, 0.4, 0.3],
+        "val_loss": [0.6],  # the third or the fourth epoch
+        "speed": [1.0, 2.0],  # of a callback that logs now and then
+        "mae": [4.0, 3.0, 2.0, 1.0],
+        "val_mae": [3.0, 1.0],
+        "micro_batches": [2, 4, 6, 8],
+        "optimizer_steps": [1, 2],
+    }
+    drawn = lines(plotting.plot_history(logs, ["loss", "mae"]))
+    assert list(drawn) == ["Loss", "Mae", "Validation mae"]
+    assert drawn["Loss"][:2] == ([0, 1, 2, 3], [0.9, 0.5, 0.4, 0.3])
+    assert drawn["Validation mae"][:2] == ([1, 3], [3.0, 1.0])
+    drawn = lines(plotting.plot_runs({"a": logs}, "loss", x="micro_batches"))
+    assert drawn["a"][:2] == ([2, 4, 6, 8], [0.9, 0.5, 0.4, 0.3])
+    drawn = lines(plotting.plot_runs({"a": logs}, "val_mae"))
+    assert drawn["a"][:2] == ([1, 3], [3.0, 1.0])
+    with pytest.raises(ValueError, match="`validation_freq` must be given"):
+        plotting.plot_history(logs, "val_loss")
+    with pytest.raises(ValueError, match="`validation_freq` must be given"):
+        plotting.plot_runs({"a": logs}, "val_loss")
+    with pytest.raises(ValueError, match="2 values of 'speed' for 4 epochs"):
+        plotting.plot_history(logs, "speed")
+    with pytest.raises(ValueError, match="2 values of 'optimizer_steps'"):
+        plotting.plot_history(logs, "loss", x="optimizer_steps")
+    del logs["val_loss"]
+    with pytest.raises(ValueError, match="2 values of 'speed' for 4 epochs"):
+        plotting.history_frame(logs)

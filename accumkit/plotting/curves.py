@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accumkit.plotting.frames import X_LABELS, history_frame, x_values
+from accumkit.plotting.frames import X_LABELS, frame_with, x_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +44,8 @@ def plot_history(
     Args:
         history: Whatever `history_frame` accepts.
         metrics: Name or names of the values to draw, each with its
-            validation counterpart where the run has one. Defaults to `None`:
-            the loss.
+            validation counterpart where the run has one whose epochs are
+            known (see `history_frame`). Defaults to `None`: the loss.
         x: `"epoch"`, `"optimizer_steps"`, `"micro_batches"` or `"samples"`.
             All but the first need the values that
             `accumkit.callbacks.EffectiveStepLogger` logs. Defaults to
@@ -73,9 +73,9 @@ def plot_history(
     save_figure(ax, "curves.png")
     ```
     """
-    frame: Any = history_frame(history)
-    positions = x_values(frame, x)
     names = [metrics] if isinstance(metrics, str) else metrics or ["loss"]
+    frame = frame_with(history, names, x)
+    positions = x_values(frame, x)
     for name in names:
         _require_metric(frame, name, "`metrics`", "the run")
     ax = _new_axes() if ax is None else ax
@@ -135,7 +135,7 @@ def plot_runs(
         )
     series = {}
     for name, run in runs.items():
-        frame = history_frame(run)
+        frame = frame_with(run, [metric], x)
         _require_metric(frame, metric, "`metric`", f"the run {name!r}")
         series[name] = (x_values(frame, x), frame[metric])
     ax = _new_axes() if ax is None else ax

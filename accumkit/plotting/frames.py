@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from accumkit.plotting.placing import rows_of
 
 # To a type checker a column of a DataFrame may be a DataFrame; frames whose
 # columns are computed with are therefore annotated as Any.
@@ -13,6 +15,13 @@ if TYPE_CHECKING:
 
 # The column that only a step logger's frame has: one row per optimizer step.
 STEP_COLUMN = "optimizer_step"
+
+# What the axes are made of, where a row is an epoch.
+X_COLUMNS = {
+    "optimizer_steps": ("optimizer_steps",),
+    "micro_batches": ("micro_batches",),
+    "samples": ("samples", "optimizer_steps", "effective_batch_size"),
+}
 
 X_LABELS = {
     "epoch": "Epoch",
@@ -33,7 +42,9 @@ def history_frame(
 
     Keras appends to a validation metric only in the epochs that validated and
     does not record which ones those were. Where such a list is shorter than
-    the run, `validation_freq` places its values; nothing is guessed.
+    the run, `validation_freq` places its values. Without it they are placed
+    where exactly one whole number fits: three values in six epochs are those
+    of every second epoch.
 
     Args:
         history: `keras.callbacks.History` (its `epoch` numbers the rows, so
@@ -41,8 +52,9 @@ def history_frame(
             numbered from 0), a DataFrame with a column `epoch` (returned as a
             copy), or the path of a CSV file with that column.
         validation_freq: What `fit` was given under this name: an int, or the
-            epochs, counted from 1, that validated. Used for a History or its
-            dict. Defaults to `None`: every epoch validated, or none.
+            epochs, counted from 1, that validated; a list must be given. Used
+            for a History or its dict. Defaults to `None`: every so many
+            epochs validated, or none.
 
     Returns:
         DataFrame with the column `epoch`, counted from 0 as Keras does, and a
@@ -64,6 +76,32 @@ def history_frame(
     2      2   0.4       NaN
     3      3   0.3       0.5
     """
+    return _frame(history, validation_freq, None)
+
+
+def frame_with(history: Any, names: Collection[str], x: str) -> Any:
+    """Returns the frame of a run in which some values are looked for.
+
+    Args:
+        history: As in `history_frame`.
+        names: The values. Others that can't be assigned to epochs are left
+            out.
+        x: The axis that they are drawn against.
+
+    Returns:
+        DataFrame, as that of `history_frame`.
+
+    Raises:
+        ValueError: As `history_frame`, for `names` and what `x` needs.
+    """
+    return _frame(history, None, {*names, *X_COLUMNS.get(x, ())})
+
+
+def _frame(
+    history: Any,
+    validation_freq: int | Sequence[int] | None,
+    needed: Collection[str] | None,
+) -> pd.DataFrame:
     import pandas as pd
 
     if isinstance(history, (str, os.PathLike)):
@@ -73,12 +111,12 @@ def history_frame(
     if isinstance(history, Mapping):
         lengths = [len(values) for values in history.values()]
         epochs = list(range(max(lengths, default=0)))
-        return _frame_from_logs(history, epochs, validation_freq)
+        return _frame_from_logs(history, epochs, validation_freq, needed)
     logs = getattr(history, "history", None)
     if isinstance(logs, Mapping):
         # `epoch` does not exist before the first `fit`.
         epochs = list(getattr(history, "epoch", []))
-        return _frame_from_logs(logs, epochs, validation_freq)
+        return _frame_from_logs(logs, epochs, validation_freq, needed)
     raise TypeError(
         "`history` must be a `keras.callbacks.History`, its `history` dict, "
         "a pandas DataFrame or the path of a CSV file. "
@@ -110,56 +148,20 @@ def _frame_from_logs(
     logs: Mapping[str, Any],
     epochs: list[int],
     validation_freq: int | Sequence[int] | None,
+    needed: Collection[str] | None,
 ) -> pd.DataFrame:
     import pandas as pd
 
     columns: dict[str, Any] = {"epoch": epochs}
     for name, values in logs.items():
-        rows = epochs
-        if name.startswith("val_"):
-            rows = _validated(name, len(values), epochs, validation_freq)
-        elif len(values) != len(epochs):
-            raise ValueError(
-                "`history` must hold one value of each metric for every "
-                f"epoch. Received: {len(values)} values of {name!r} for "
-                f"{len(epochs)} epochs. If one History was passed to several "
-                "`fit` calls, or a callback logs in some epochs only, use "
-                "`keras.callbacks.CSVLogger` and pass its file."
-            )
+        try:
+            rows = rows_of(name, len(values), epochs, validation_freq)
+        except ValueError:
+            if needed is None or name in needed:
+                raise
+            continue
         columns[name] = pd.Series(values, index=rows).reindex(epochs).array
     return pd.DataFrame(columns)
-
-
-def _validated(
-    name: str,
-    count: int,
-    epochs: list[int],
-    validation_freq: int | Sequence[int] | None,
-) -> list[int]:
-    """The epochs that the `count` values of a validation metric belong to."""
-    if validation_freq is None:
-        if count == len(epochs):
-            return epochs
-        raise ValueError(
-            "`validation_freq` must be given where validation did not run in "
-            "every epoch, since Keras does not record when it ran. Received: "
-            f"validation_freq=None with {count} values of {name!r} for "
-            f"{len(epochs)} epochs. Call `history_frame(history, "
-            "validation_freq=...)` with what `fit` was given; the plotting "
-            "functions accept the frame."
-        )
-    if isinstance(validation_freq, int):
-        rows = [e for e in epochs if (e + 1) % validation_freq == 0]
-    else:
-        rows = [e for e in epochs if e + 1 in validation_freq]
-    if count != len(rows):
-        raise ValueError(
-            "`validation_freq` must be what `fit` was given. Received: "
-            f"validation_freq={validation_freq!r}, which validates in "
-            f"{len(rows)} of the epochs {epochs}, with {count} values of "
-            f"{name!r}."
-        )
-    return rows
 
 
 def x_values(frame: Any, x: str) -> pd.Series:

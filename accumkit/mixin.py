@@ -6,14 +6,12 @@ from typing import Any
 
 import keras
 
-from accumkit import checks, fit_hooks
+from accumkit import checks, compile_config, fit_hooks
 from accumkit.accumulation import Accumulation, Findings
-from accumkit.arguments import Arguments
+from accumkit.arguments import Arguments, behind
 from accumkit.backends import backend
 from accumkit.options import Options
 from accumkit.remainder import RemainderCallback
-
-_CONFIG_KEY = "accumkit"
 
 
 class AccumulationMixin:
@@ -397,14 +395,13 @@ class AccumulationMixin:
     def get_compile_config(self) -> dict[str, Any]:
         """Returns what `compile` was called with, our options included.
 
-        They lie inside the optimizer's entry, where Keras ignores them: a
-        clone into a plain `Sequential` hands its config to a `compile` that
-        does not know them.
+        With none of ours set it is the plain model's.
         """
         config = super().get_compile_config()  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(config.get("optimizer"), dict):
-            config["optimizer"][_CONFIG_KEY] = self._accumulation.config()
-        return config
+        options = self._accumulation.config()
+        if not config or options == WindowState().config():
+            return config
+        return compile_config.wrap(config, options)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles with what `get_compile_config` returned.
@@ -413,16 +410,26 @@ class AccumulationMixin:
             config: Dict, from this class or from a plain Keras model.
         """
         model: Any = self
-        if type(self).compile is not AccumulationMixin.compile:
-            # Keras says what a class with a `compile` of its own must do.
+        config, options = compile_config.unwrap(config)
+        if not self._compiles_as_keras():
+            # The class's own; else Keras's, which says that there must be one.
+            before = self._accumulation
             super().compile_from_config(config)  # pyright: ignore[reportAttributeAccessIssue]
+            if options and self._accumulation is not before:
+                state = WindowState(**options)
+                self._check_compiled(state)
+                self._accumulation = state
             return
-        options = {}
-        if isinstance(config.get("optimizer"), dict):
-            optimizer = dict(config["optimizer"])
-            options = optimizer.pop(_CONFIG_KEY, {})
-            config = {**config, "optimizer": optimizer}
         config = keras.saving.deserialize_keras_object(config)
         self.compile(**config, **options)
         if model.optimizer is not None and model.built:
             model.optimizer.build(model.trainable_variables)
+
+    def _compiles_as_keras(self) -> bool:
+        """Whether `compile` takes what Keras wrote into a config."""
+        cls = type(self)
+        return cls.compile is AccumulationMixin.compile and all(
+            next(behind(cls, AccumulationMixin, name))
+            is getattr(keras.Model, name)
+            for name in ("compile", "compile_from_config")
+        )

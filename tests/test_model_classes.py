@@ -159,7 +159,8 @@ def test_18_clones():
     # Keras clones a Sequential subclass into a plain Sequential.
     stack = one_weight()
     stack.compile(keras.optimizers.SGD(0.1), "mse", accumulation_steps=4)
-    clone = keras.models.clone_model(stack)
+    with pytest.warns(accumkit.AccumkitWarning, match="accumulation_steps=4"):
+        clone = keras.models.clone_model(stack)
     assert type(clone) is keras.Sequential
     fit(clone, 1, 2, 3, 4, batch_size=4)
     assert weight(clone) == pytest.approx(0.5)

@@ -111,29 +111,33 @@ def accumulates_alone(optimizer: Any, setting: str, value: Any) -> None:
             )
 
 
-def rows_to_cut(shapes: list[tuple[Any, ...]]) -> str:
+def cannot_be_cut(received: str) -> str:
+    """The message for a batch that cannot be cut into pieces.
+
+    Args:
+        received: What was received.
+    """
+    return (
+        "`micro_batch_size` needs inputs, targets and sample weights that all "
+        "have the batch as their first axis, to cut them into pieces. "
+        f"Received: {received}. Repeat a value without batch axis for each "
+        "sample, or use `accumulation_steps` with smaller batches."
+    )
+
+
+def rows_to_cut(shapes: list[tuple[Any, ...]]) -> None:
     """Raises if arrays cannot be cut into pieces along a common first axis.
 
     Args:
         shapes: Of inputs, targets and sample weights; None where a length is
             not known yet.
 
-    Returns:
-        The message, for lengths that turn out to differ later.
-
     Raises:
         ValueError: If one has no axis, or another length than the rest.
     """
-    message = (
-        "`micro_batch_size` needs inputs, targets and sample weights that all "
-        "have the batch as their first axis, to cut them into pieces. "
-        f"Received: shapes {shapes}. Repeat a value without batch axis for "
-        "each sample, or use `accumulation_steps` with smaller batches."
-    )
     lengths = {shape[0] for shape in shapes if shape} - {None}
     if not all(shapes) or len(lengths) > 1:
-        raise ValueError(message)
-    return message
+        raise ValueError(cannot_be_cut(f"shapes {shapes}"))
 
 
 def gradients_have_means(setting: str, variables: Iterable[Any]) -> None:

@@ -269,6 +269,12 @@ class AccumulationMixin:
         that is found out from the compiled losses (`"exact"`), and a model
         with a `compute_loss` of its own counts samples.
 
+        The `loss` in the logs of `fit` is averaged over an epoch by samples,
+        as Keras averages it over batches. Where D_i is not proportional to
+        them (masks, sample weights, an override) it differs a little from
+        that of the large batch across batches; the rows of
+        `EffectiveStepLogger` have the loss that each step was taken for.
+
         Example:
 
         ```python
@@ -398,10 +404,10 @@ class AccumulationMixin:
         With none of ours set it is the plain model's.
         """
         config = super().get_compile_config()  # pyright: ignore[reportAttributeAccessIssue]
-        options = self._accumulation.config()
-        if not config or options == WindowState().config():
+        options = self._accumulation.options
+        if not config or options.is_default:
             return config
-        return compile_config.wrap(config, options)
+        return compile_config.wrap(config, options.config())
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles with what `get_compile_config` returned.
@@ -416,7 +422,7 @@ class AccumulationMixin:
             before = self._accumulation
             super().compile_from_config(config)  # pyright: ignore[reportAttributeAccessIssue]
             if options and self._accumulation is not before:
-                state = WindowState(**options)
+                state = Accumulation(Options(**options))
                 self._check_compiled(state)
                 self._accumulation = state
             return

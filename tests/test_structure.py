@@ -322,7 +322,8 @@ def test_backends_read_side_by_side():
     for name in SUPPORTED:
         trees = {m: TREES[f"backends/{name}/{m}.py"] for m in modules}
         assert public_functions(trees["train_step"].body) == steps, name
-        assert public_functions(trees["pieces"].body) == ["cut", "loop"], name
+        found = public_functions(trees["pieces"].body)
+        assert in_order(found, ["cut", "loop"]) == ["cut", "loop"], name
         assert public_functions(trees["window"].body) == ["replica_id"], name
         (own,) = [
             node

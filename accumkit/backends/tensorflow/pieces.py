@@ -1,5 +1,6 @@
 """Cutting a batch into pieces on TensorFlow, and looping over them."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,9 @@ import keras
 import tensorflow as tf
 
 from accumkit import checks, observation
+
+# Marks what an op of the graph says of lengths that differ.
+_LENGTHS = "accumkit: lengths"
 
 
 def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
@@ -23,8 +27,8 @@ def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
 
     Raises:
         ValueError: If a leaf has no batch axis, or another length than the
-            rest. Where lengths are not known before the graph runs, it raises
-            `tf.errors.InvalidArgumentError` with the same message.
+            rest. Where lengths are not known before the graph runs, an op of
+            the graph fails then, which `telling_lengths` translates.
     """
     batch = _checked(batch)
     samples = observation.batch_size(batch[0])
@@ -76,6 +80,31 @@ def loop(
     return carry
 
 
+def telling_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a train function: lengths that differ raise one clear error.
+
+    Args:
+        function: A train function whose graph may find out only when it runs
+            that a batch cannot be cut.
+
+    Returns:
+        The function, raising `ValueError` for that with the lengths in it.
+    """
+
+    def train_function(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except tf.errors.InvalidArgumentError as error:
+            found = re.search(rf"\[{_LENGTHS}\] \[([\d ]+)\]", error.message)
+            if found is None:
+                raise
+            lengths = ", ".join(found[1].split())
+            message = checks.cannot_be_cut(f"lengths {lengths}")
+        raise ValueError(message)
+
+    return train_function
+
+
 def _checked(batch: Any) -> Any:
     # `train_on_batch` hands an eager step NumPy arrays as they are.
     batch = keras.tree.map_structure(
@@ -86,16 +115,17 @@ def _checked(batch: Any) -> Any:
     )
     leaves = [v for v in keras.tree.flatten(batch) if v is not None]
     shapes = [tuple(v.shape) for v in leaves]
-    message = checks.rows_to_cut(shapes)
+    checks.rows_to_cut(shapes)
     rows = [observation.batch_size(v) for v in leaves]
-    equal = [
-        tf.debugging.assert_equal(rows[0], other, message)
-        for other in rows[1:]
-        if not isinstance(rows[0], int) or not isinstance(other, int)
-    ]
-    if not equal or tf.executing_eagerly():
+    if all(isinstance(length, int) for length in rows):
         return batch
-    with tf.control_dependencies(equal):
+    lengths = tf.stack([tf.cast(length, "int32") for length in rows])
+    equal = tf.debugging.Assert(
+        tf.reduce_all(lengths == lengths[0]), [_LENGTHS, lengths], len(rows)
+    )
+    if tf.executing_eagerly():
+        return batch
+    with tf.control_dependencies([equal]):
         return keras.tree.map_structure(
             lambda v: tf.identity(v) if isinstance(v, tf.Tensor) else v, batch
         )

@@ -19,8 +19,15 @@ def check_options(options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def making_train_function(model: Any) -> Iterator[None]:
-    """Nothing to prepare: a train function is traced by itself."""
+    """Has what a graph finds out about a batch raise a clear error.
+
+    Args:
+        model: The model, whose `make_train_function` runs in the block.
+    """
+    before = model.train_function
     yield
+    if model.train_function is not before:
+        model.train_function = pieces.telling_lengths(model.train_function)
 
 
 def prepare(model: Any, accumulation: Accumulation) -> Window:

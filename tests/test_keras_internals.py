@@ -31,8 +31,22 @@ READ = {
     "_distribution_strategy": lambda: keras_internals.distribution_strategy(
         EMPTY
     ),
+    "_user_loss": lambda: bare_target(SimpleNamespace(call=print)),
+    "_var_key": lambda: guarded(SimpleNamespace()),
+    "_value": lambda: keras_internals.raw_value(EMPTY),
     "_initial_epoch": lambda: keras_internals.initial_epoch(EMPTY),
 }
+
+
+def bare_target(compiled):
+    with keras_internals.unmistakable_targets(compiled):
+        compiled.call(0, [0, 0])
+
+
+def guarded(optimizer):
+    optimizer.update_step = print
+    with keras_internals.guarded_updates(optimizer, [], print):
+        raise AssertionError
 
 
 def replaced(compiled):
@@ -53,6 +67,7 @@ def test_a_missing_attribute_names_the_version(name):
     ("module", "name"),
     [
         ("keras.src.backend.common.masking", "get_keras_mask"),
+        ("keras.src.backend.common.stateless_scope", "get_stateless_scope"),
         ("keras.src.losses.loss", "apply_mask"),
         ("keras.src.losses.loss", "squeeze_or_expand_to_same_rank"),
     ],

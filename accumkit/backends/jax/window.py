@@ -237,11 +237,15 @@ class Window:
             return values._replace(records=records), trainable, optimizer
         steps, size, batches, micro = values.counts
         full = batches + 1 >= size
-        trainable, optimizer, records = jax.lax.cond(
-            full,
-            lambda: _like(before, self._apply(values, *before)),
-            lambda: before,
-        )
+
+        def step() -> Any:
+            return _like(before, self._apply(values, *before))
+
+        if isinstance(full, _Tracer):
+            after = jax.lax.cond(full, step, lambda: before)
+        else:  # A `cond` would be compiled for every batch.
+            after = step() if full else before
+        trainable, optimizer, records = after
         counts = [
             steps,
             jnp.where(full, steps, size),

@@ -227,12 +227,19 @@ def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
         code = getattr(own, "__code__", None)
         if before and code is not None and "__class__" in code.co_freevars:
             continue
+        pieces = (
+            " It counts batches of `fit`: make `batch_size` what a micro-batch "
+            "is to be, and N the batches of an optimizer step."
+            if setting == "micro_batch_size"
+            else ""
+        )
         raise ValueError(
             f"`{setting}` needs the train step of `{mixin.__name__}`, but "
             f"`{base.__name__}` brings its own `train_step`, so "
             + ("the setting would have no effect" if before else "it is lost")
-            + f". Received: model class `{cls.__name__}`. Call "
-            "`super().train_step(...)` in a class in front of the mixin, "
-            "override `compute_loss` instead, or keep the train step and wrap "
-            "the optimizer: `accumkit.AccumulationOptimizer(optimizer, N)`."
+            + f". Received: model class `{cls.__name__}`. Keep the train step "
+            "and wrap each optimizer that it uses (a GAN has two): "
+            f"`accumkit.AccumulationOptimizer(optimizer, N)`.{pieces} Or call "
+            "`super().train_step(...)` in a class in front of the mixin, or "
+            "override `compute_loss` instead."
         )

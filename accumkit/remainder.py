@@ -4,7 +4,13 @@ from typing import Any
 
 import keras
 
-from accumkit import fit_hooks, keras_internals, messages, windows
+from accumkit import (
+    fit_hooks,
+    keras_internals,
+    messages,
+    resuming,
+    windows,
+)
 
 
 class RemainderCallback(keras.callbacks.Callback):
@@ -76,6 +82,7 @@ class RemainderCallback(keras.callbacks.Callback):
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()
         self._warn_if_never_full(model)
+        resuming.warn(self.others, model)
 
     def _warn_if_never_full(self, model: Any) -> None:
         state = model._accumulation

@@ -243,3 +243,34 @@ def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
             "`super().train_step(...)` in a class in front of the mixin, or "
             "override `compute_loss` instead."
         )
+
+
+def nothing_is_bypassed(
+    cls: type, mixin: type, methods: Iterable[str], setting: str
+) -> None:
+    """Raises if a class overrides what the mixin's train step does not call.
+
+    Args:
+        cls: The model class.
+        mixin: The mixin.
+        methods: Methods that Keras's train step calls.
+        setting: Our setting that would bypass them, for the message.
+
+    Raises:
+        ValueError: If the class, or one that it is made of, brings its own.
+    """
+    for base in cls.__mro__:
+        if base is mixin or base.__module__.startswith("keras."):
+            continue
+        for method in methods:
+            if method in vars(base):
+                raise ValueError(
+                    f"`{setting}` must not be used with a class that brings "
+                    f"its own `{method}`: the train step of "
+                    f"`{mixin.__name__}` differentiates `compute_loss` and "
+                    "would bypass it. Received: model class "
+                    f"`{cls.__name__}`, in which `{base.__name__}` defines "
+                    f"it. Override `compute_loss` instead, or leave out "
+                    f"`{setting}` and wrap the optimizer: "
+                    "`accumkit.AccumulationOptimizer(optimizer, N)`."
+                )

@@ -141,6 +141,9 @@ class AccumulationMixin:
             setting, value = "micro_batch_size", state.micro_batch_size
         checks.accumulates_alone(optimizer, setting, value)
         checks.train_step_is_used(type(self), AccumulationMixin, setting)
+        checks.nothing_is_bypassed(
+            type(self), AccumulationMixin, backend.bypassed_methods(), setting
+        )
 
     @property
     def accumulation_steps(self) -> int:
@@ -354,12 +357,32 @@ class AccumulationMixin:
             closing.reaches(closing.began, self)
             return history
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Loads weights as `keras.Model.load_weights` does.
+    # Whatever replaces the weights as a whole discards an open window: its
+    # gradients belong to other weights (and may be what was to be undone).
 
-        An open window is discarded: its gradients belong to other weights.
-        """
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Loads weights as in Keras; an open window is discarded."""
         super().load_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.discard_accumulated_gradients()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads as in Keras; an open window is discarded."""
+        super().load_own_variables(store)  # pyright: ignore[reportAttributeAccessIssue]
+        self.discard_accumulated_gradients()
+
+    def set_weights(self, weights: Any) -> None:
+        """Sets all weights as in Keras; an open window is discarded."""
+        super().set_weights(weights)  # pyright: ignore[reportAttributeAccessIssue]
+        self.discard_accumulated_gradients()
+
+    def set_state_tree(self, state_tree: Any) -> None:
+        """Sets the state as in Keras; an open window is discarded."""
+        super().set_state_tree(state_tree)  # pyright: ignore[reportAttributeAccessIssue]
+        self.discard_accumulated_gradients()
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """Quantizes as in Keras; an open window is discarded."""
+        super().quantize(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     @property

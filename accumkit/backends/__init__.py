@@ -23,6 +23,10 @@ class TrainStep(Protocol):
         """Raises for arguments of `compile` that the backend cannot take."""
         ...
 
+    def bypassed_methods(self) -> tuple[str, ...]:
+        """Methods of a model that only Keras's train step calls."""
+        ...
+
     def making_train_function(self, model: Any) -> AbstractContextManager[None]:
         """A context in which Keras makes the model's train function."""
         ...

@@ -19,6 +19,11 @@ def check_options(options: dict[str, Any]) -> None:
     """Nothing to refuse: all arguments of `compile` work."""
 
 
+def bypassed_methods() -> tuple[str, ...]:
+    """Methods of a model that only Keras's train step calls."""
+    return "compute_loss_and_updates", "stateless_compute_loss"
+
+
 @contextlib.contextmanager
 def making_train_function(model: Any) -> Iterator[None]:
     """Has Keras compile a train step that no other is equal to.

@@ -17,6 +17,11 @@ def check_options(options: dict[str, Any]) -> None:
     """Nothing to refuse: all arguments of `compile` work."""
 
 
+def bypassed_methods() -> tuple[str, ...]:
+    """None: what Keras's train step calls on a model, ours calls as well."""
+    return ()
+
+
 @contextlib.contextmanager
 def making_train_function(model: Any) -> Iterator[None]:
     """Has what a graph finds out about a batch raise a clear error.

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from accumkit import checks, compile_config, fit_hooks
+from accumkit import checks, class_checks, compile_config, fit_hooks
 from accumkit.accumulation import Accumulation, Findings
 from accumkit.arguments import Arguments, behind
 from accumkit.backends import backend
@@ -61,7 +61,7 @@ class AccumulationMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses bases in the order in which the stock train step wins."""
         super().__init_subclass__(**kwargs)
-        checks.mixin_comes_first(cls, AccumulationMixin, keras.Model)
+        class_checks.mixin_comes_first(cls, AccumulationMixin, keras.Model)
 
     def compile(
         self,
@@ -140,8 +140,8 @@ class AccumulationMixin:
         if value == 1 and state.micro_batch_size is not None:
             setting, value = "micro_batch_size", state.micro_batch_size
         checks.accumulates_alone(optimizer, setting, value)
-        checks.train_step_is_used(type(self), AccumulationMixin, setting)
-        checks.nothing_is_bypassed(
+        class_checks.train_step_is_used(type(self), AccumulationMixin, setting)
+        class_checks.nothing_is_bypassed(
             type(self), AccumulationMixin, backend.bypassed_methods(), setting
         )
 
@@ -251,7 +251,7 @@ class AccumulationMixin:
             or recorder.capacity < capacity
             or recorder.gradient_norm < gradient_norm
         ):
-            checks.train_step_is_used(
+            class_checks.train_step_is_used(
                 type(self), AccumulationMixin, "EffectiveStepLogger"
             )
             state.recording = (gradient_norm, capacity)

@@ -38,6 +38,7 @@ FOUNDATION = {
     "accumulation",
     "added_losses",
     "checks",
+    "class_checks",
     "denominators",
     "keras_internals",
     "messages",

@@ -20,11 +20,17 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-from accumkit.proof import data, report, runs, verdict
+import accumkit
+from accumkit import _start
+from accumkit.proof import WAYS
 
-# Adam's own default on MNIST; the digits are few and bear a higher one.
-LEARNING_RATES = {"digits": 0.03, "mnist": 0.001}
+if TYPE_CHECKING:
+    from accumkit.proof.data import Data
+
+# Adam's own default; the digits are few and bear a higher one.
+LEARNING_RATE, OF_DIGITS = 0.001, 0.03
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,32 +42,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 1 if accumulated and large batch differ by more
-        than rounding.
+        than rounding. Where there is nothing to run on (no framework, no
+        data) it ends with status 2 and a line on stderr.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.npz is not None and options.data != "mnist":
         parser.error("`--npz` goes with `--data mnist` only.")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error(
-            "the curves need matplotlib. Install it with "
-            '`pip install "accumkit[plot]"`.'
-        )
+    try:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError(
+                "the curves need matplotlib. Install it with "
+                '`pip install "accumkit[plot]"`.'
+            )
+        why = _start.choose_backend()
+    except ImportError as error:
+        _refuse(parser, error)
+    if not hasattr(accumkit, "AccumulationMixin"):
+        # What `__init__` left for when the backend is chosen.
+        importlib.reload(accumkit)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        if options.data == "digits":
-            loaded = data.digits()
-        else:
-            loaded = data.mnist(options.npz)
-        loaded = loaded.first(options.samples)
+        loaded = _data(options.data, options.npz).first(options.samples)
     except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+        _refuse(parser, error)
+    from accumkit.proof import report, runs, verdict
+
+    print(_start.described(why), flush=True)
+    rate = OF_DIGITS if options.data == "digits" else LEARNING_RATE
     proof = runs.train(
         loaded,
         batch_size=options.batch_size,
         accumulation_steps=options.accumulation_steps,
         epochs=options.epochs,
-        learning_rate=options.learning_rate or LEARNING_RATES[options.data],
+        learning_rate=options.learning_rate or rate,
         seed=options.seed,
         report=lambda run: print(report.progress(run), flush=True),
         way=options.way,
@@ -77,6 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
+def _refuse(parser: argparse.ArgumentParser, error: Exception) -> NoReturn:
+    """Ends with status 2 and one line, without the usage."""
+    parser.exit(2, f"accumkit: {' '.join(str(error).split())}\n")
+
+
+def _data(source: str, npz: pathlib.Path | None) -> Data:
+    from accumkit.proof import data
+
+    if source == "digits":
+        return data.digits()
+    if source != "mnist":
+        return data.images(pathlib.Path(source))
+    return data.mnist() if npz is None else data.images(npz, "--npz")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m accumkit",
@@ -86,15 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--data",
-        choices=["digits", "mnist"],
         default="digits",
-        help="scikit-learn's bundled digits (default) or MNIST",
+        metavar="{digits,mnist,PATH}",
+        help="scikit-learn's bundled digits (default), MNIST, which Keras "
+        "downloads, or an .npz file with x_train, y_train, x_test, y_test",
     )
     add(
         "--npz",
         type=pathlib.Path,
         metavar="FILE",
-        help="MNIST, or other images, as x_train, y_train, x_test, y_test",
+        help="with `--data mnist`: the same as `--data FILE`",
     )
     add(
         "--samples",
@@ -119,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--with",
         dest="way",
-        choices=runs.WAYS,
+        choices=WAYS,
         default="mixin",
         help="what accumulates: AccumulationMixin (default) or "
         "AccumulationOptimizer",
@@ -134,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         "--learning-rate",
         type=_number,
         metavar="RATE",
-        help="of Adam (default: 0.03 for digits, 0.001 for mnist)",
+        help="of Adam (default: 0.03 for digits, else 0.001)",
     )
     add(
         "--seed",

@@ -11,7 +11,7 @@ import pytest
 
 import accumkit
 from accumkit import __main__ as proof_command
-from accumkit.proof import data, runs, verdict
+from accumkit.proof import WAYS, data, runs, verdict
 
 SMALL = "--samples 110 --batch-size 4 --accumulation-steps 5 --epochs 2".split()
 
@@ -34,7 +34,7 @@ def npz(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module", params=runs.WAYS)
+@pytest.fixture(scope="module", params=WAYS)
 def proven(request, tmp_path_factory):
     """One run of the command: exit status, folder and what it printed."""
     folder = tmp_path_factory.mktemp("proof") / "new"
@@ -118,7 +118,7 @@ def test_wrong_weighting_of_the_optimizer_is_found(
 
 
 def test_every_run_sees_the_same_windows(npz):
-    images = data.mnist(npz)
+    images = data.images(npz)
     settings = {"learning_rate": 0.01, "seed": 3, "report": lambda run: None}
     proof = runs.train(images, 2, 4, 1, **settings)
     again = runs.train(images, 2, 4, 1, **settings)
@@ -154,13 +154,70 @@ def test_verdict(off, rounding, equal):
 
 
 def test_npz(npz, tmp_path):
-    images = data.mnist(npz)
+    images = data.images(npz)
     assert images.x_train.shape == (40, 16)
     assert images.x_train.max() == 1.0
     assert images.classes == 3
     options = ["--data", "mnist", "--npz", str(npz), "--samples", "30"]
     assert run(tmp_path, *options) == 0
     assert pd.read_csv(tmp_path / "runs.csv")["samples"].max() == 60
+
+
+def test_data_takes_a_file(npz, tmp_path):
+    assert run(tmp_path, "--data", str(npz), "--samples", "30") == 0
+    assert pd.read_csv(tmp_path / "runs.csv")["samples"].max() == 60
+
+
+def refused(folder, capsys, *options):
+    """The one line on stderr with which the command ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        run(folder, *options)
+    assert exit_info.value.code == 2
+    line, rest = capsys.readouterr().err.split("\n", 1)
+    assert not rest
+    assert line.startswith("accumkit: ")
+    return line
+
+
+def test_mnist_without_a_connection(tmp_path, monkeypatch, capsys):
+    def load_data():
+        raise Exception("URL fetch failure on https://x/mnist.npz:\nNone")
+
+    monkeypatch.setattr("keras.datasets.mnist.load_data", load_data)
+    line = refused(tmp_path, capsys, "--data", "mnist")
+    assert "(URL fetch failure on https://x/mnist.npz: None)" in line
+    assert "give that: --data PATH" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must be digits, mnist or an .npz file"),
+        (b"", "no data left in file"),
+        (b"PK\x03\x04 damaged", "not a zip file"),
+        (b"some text", "pickle"),
+        ({"x": np.zeros(3)}, "which has ['x']"),
+        (np.zeros(3), "must be digits, mnist or an .npz file"),
+        ({"y_train": np.zeros(3)}, "There must be a label for each image"),
+        ({"x_test": np.array(3)}, "There must be a label for each image"),
+        ({"x_test": np.array([{}])}, "pickle"),
+    ],
+    ids=range(9),
+)
+def test_files_that_are_no_images(content, message, npz, tmp_path, capsys):
+    path = tmp_path / "file.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, np.ndarray):
+        with path.open("wb") as file:
+            np.save(file, content)
+    elif content is not None:
+        whole = {} if "x" in content else dict(np.load(npz))
+        np.savez(path, **whole | content)
+    line = refused(tmp_path, capsys, "--data", str(path))
+    assert message.lower() in line.lower()
+    assert str(path) in line
 
 
 def test_digits_are_split_alike_every_time():

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import keras
 
+from accumkit._start import BACKENDS
 from accumkit.accumulation import Accumulation
 
 
@@ -118,7 +119,7 @@ class Windows(Protocol):
         ...
 
 
-SUPPORTED = ("tensorflow", "jax", "torch")
+SUPPORTED = BACKENDS
 
 
 def _load(module: str) -> Any:

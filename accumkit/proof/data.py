@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pathlib
+import zipfile
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+# Among them what a lone array raises, which is no file of several.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    zipfile.BadZipFile,
+)
 
 
 class Data(NamedTuple):
@@ -76,31 +85,61 @@ def digits() -> Data:
     return _prepared(x[train], y[train], x[test], y[test])
 
 
-def mnist(npz: pathlib.Path | None = None) -> Data:
-    """Returns MNIST, or other images from a file of the same layout.
+def mnist() -> Data:
+    """Returns MNIST, from Keras's cache or downloaded.
+
+    Returns:
+        The data.
+
+    Raises:
+        OSError: It can't be downloaded.
+    """
+    try:
+        (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
+    except Exception as error:  # Keras raises no narrower one
+        raise OSError(
+            f"MNIST could not be downloaded ({' '.join(str(error).split())}). "
+            "Where you have it as an .npz file, such as Keras keeps in "
+            "~/.keras/datasets/mnist.npz, give that: --data PATH. Without "
+            "`--data`, the digits that come with scikit-learn are taken."
+        ) from error
+    return _prepared(x, y, x_test, y_test)
+
+
+def images(path: pathlib.Path, option: str = "--data") -> Data:
+    """Returns images from a file that is laid out as Keras's `mnist.npz`.
 
     Args:
-        npz: File with the arrays `x_train`, `y_train`, `x_test` and `y_test`.
-            Defaults to `None`: what `keras.datasets.mnist` downloads.
+        path: File with the arrays `x_train`, `y_train`, `x_test` and `y_test`.
+        option: What names it on the command line, for the messages.
 
     Returns:
         The data.
 
     Raises:
         OSError: The file can't be read.
-        ValueError: The file lacks one of the arrays.
+        ValueError: It is no such file.
     """
-    if npz is None:
-        (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
-        return _prepared(x, y, x_test, y_test)
-    with np.load(npz) as arrays:
-        missing = [key for key in KEYS if key not in arrays]
-        if missing:
-            raise ValueError(
-                f"`--npz` must name a file with the arrays {list(KEYS)}. "
-                f"Received: {npz}, which has {list(arrays)}."
-            )
-        return _prepared(*(arrays[key] for key in KEYS))
+    words = "be digits, mnist or" if option == "--data" else "name"
+    rule = f"`{option}` must {words} an .npz file with the arrays {list(KEYS)}."
+    try:
+        # Opened here: NumPy leaves a damaged file open.
+        with path.open("rb") as opened, np.load(opened) as file:
+            arrays = {key: file[key] for key in file}
+    except FileNotFoundError as error:
+        raise OSError(f"{rule} No such file: {path}") from error
+    except _UNREADABLE as error:
+        raise ValueError(f"{rule} Received: {path} ({error}).") from error
+    if not set(KEYS) <= set(arrays):
+        raise ValueError(f"{rule} Received: {path}, which has {list(arrays)}.")
+    shapes = {key: arrays[key].shape for key in KEYS}
+    lengths = [shape[0] if shape else 0 for shape in shapes.values()]
+    if 0 in lengths or lengths[::2] != lengths[1::2]:
+        raise ValueError(
+            f"{rule} There must be a label for each image. Received: {path} "
+            f"with the shapes {shapes}."
+        )
+    return _prepared(*(arrays[key] for key in KEYS))
 
 
 def _prepared(

@@ -16,9 +16,6 @@ from accumkit.callbacks.accumulation_optimizer_remainder import (
 )
 from accumkit.proof.data import Data
 
-WAYS = ("mixin", "optimizer")
-"""What can accumulate."""
-
 
 class Net(accumkit.AccumulationMixin, keras.Sequential):
     """The model of the accumulated run; the other runs are stock Keras."""

@@ -8,6 +8,7 @@ replicas, so that gradients are all-reduced once per window.
 """
 
 import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from accumkit import keras_internals, recording
 from accumkit.backends.tensorflow.sums import Sums
+from accumkit.messages import AccumkitWarning
 
 
 def replica_id() -> int:
@@ -144,11 +146,13 @@ class Window:
             full = self._batches.value >= self._size.value
             if tf.executing_eagerly():
                 if full:
-                    self._apply(strategy, *self._flagged())
+                    _, got = self._flagged()
+                    self._apply(strategy, self.variables, got)
                 return
             known = {id(v) for v in self.variables}
             others = self._sums.variables()
             others = [v for v in others if id(v) not in known]
+            _warn_of_missing([v for v in self.variables if id(v) not in got])
 
             def step():
                 variables = self.variables + others
@@ -333,6 +337,19 @@ class Window:
             self._batches.value.assign(0)
             self._pieces.value.assign(0)
             self._size.value.assign(self._steps.value)
+
+
+def _warn_of_missing(variables: list[Any]) -> None:
+    # As Keras does where an optimizer gets None; ours gets a flag.
+    if variables:
+        warnings.warn(
+            "Gradients do not exist for variables "
+            f"{[v.path for v in variables]} in a train step that is traced. "
+            "They stay as they are in a window in which no other train step "
+            "has any for them.",
+            AccumkitWarning,
+            stacklevel=2,
+        )
 
 
 def _scalar(value: int, name: str) -> Any:

@@ -140,9 +140,13 @@ class AccumulationMixin:
         if value == 1 and state.micro_batch_size is not None:
             setting, value = "micro_batch_size", state.micro_batch_size
         checks.accumulates_alone(optimizer, setting, value)
-        class_checks.train_step_is_used(type(self), AccumulationMixin, setting)
+        self._check_class(setting)
+
+    def _check_class(self, setting: str) -> None:
+        cls, mixin = type(self), AccumulationMixin
+        class_checks.train_step_is_used(cls, mixin, setting)
         class_checks.nothing_is_bypassed(
-            type(self), AccumulationMixin, backend.bypassed_methods(), setting
+            cls, mixin, backend.bypassed_methods(), setting
         )
 
     @property
@@ -251,9 +255,7 @@ class AccumulationMixin:
             or recorder.capacity < capacity
             or recorder.gradient_norm < gradient_norm
         ):
-            class_checks.train_step_is_used(
-                type(self), AccumulationMixin, "EffectiveStepLogger"
-            )
+            self._check_class("EffectiveStepLogger")
             state.recording = (gradient_norm, capacity)
             if state.window is not None:
                 state.window.recorder = None

@@ -85,7 +85,8 @@ def test_without_accumulation_nothing_is_different():
 
 @pytest.mark.backend("jax")
 @pytest.mark.parametrize(
-    "method", ["compute_loss_and_updates", "stateless_compute_loss"]
+    "method",
+    ["compute_loss_and_updates", "stateless_call", "stateless_compute_loss"],
 )
 def test_34_what_the_train_step_would_bypass(method):
     """Keras's train step on JAX calls it, ours does not: refused."""
@@ -102,3 +103,13 @@ def test_34_what_the_train_step_would_bypass(method):
     with pytest.raises(ValueError, match=f"its own `{method}`"):
         model.accumulation_steps = 2
     assert model.accumulation_steps == 1
+
+
+def test_a_train_step_on_the_object_stays_there(mode):
+    model = one_weight()
+    ours = model.train_step
+    model.train_step = own = lambda *args: ours(*args)
+    model.compile(SGD(0.1), "mse", accumulation_steps=2, **mode)
+    fit(model, 1, 1)
+    assert model.train_step is own
+    assert weight(model) == pytest.approx(0.2)

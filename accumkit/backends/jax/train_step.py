@@ -21,7 +21,11 @@ def check_options(options: dict[str, Any]) -> None:
 
 def bypassed_methods() -> tuple[str, ...]:
     """Methods of a model that only Keras's train step calls."""
-    return "compute_loss_and_updates", "stateless_compute_loss"
+    return (
+        "compute_loss_and_updates",
+        "stateless_call",
+        "stateless_compute_loss",
+    )
 
 
 @contextlib.contextmanager
@@ -35,12 +39,15 @@ def making_train_function(model: Any) -> Iterator[None]:
     Args:
         model: The model, whose `make_train_function` runs in the block.
     """
-    bound = model.train_step
-    vars(model)["train_step"] = functools.partial(bound)
+    own = vars(model)
+    # A function that somebody put on the object.
+    before = {k: v for k, v in own.items() if k == "train_step"}
+    own["train_step"] = functools.partial(model.train_step)
     try:
         yield
     finally:
-        del vars(model)["train_step"]
+        del own["train_step"]
+        own.update(before)
 
 
 def prepare(model: Any, accumulation: Accumulation) -> Window:

@@ -286,7 +286,11 @@ class Window:
                     self._sums.mean(v, divisor) if id(v) in known else None
                     for v in variables
                 ]
-                self.optimizer.apply(gradients, variables)
+                # What Keras's train step calls here, so that an override of
+                # it is used.
+                self.optimizer.apply_gradients(
+                    zip(gradients, variables, strict=True)
+                )
                 self._sums.end()
 
             with self._guarded(variables, flags):

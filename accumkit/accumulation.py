@@ -37,6 +37,8 @@ class Accumulation:
         findings: What was found out while tracing.
         warned: Keys of the warnings given since `compile`.
         fit_batch_size: The batch size of the running `fit`, if it is known.
+        shares_agree: Whether all processes are known to get equal batches in
+            it.
         recording: Arguments of the `WindowRecorder` that somebody asked for.
     """
 
@@ -46,6 +48,7 @@ class Accumulation:
         self.findings = Findings()
         self.warned: set[str] = set()
         self.fit_batch_size: int | None = None
+        self.shares_agree = False
         self.recording: tuple[bool, int] | None = None
 
     @property

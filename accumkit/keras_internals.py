@@ -32,6 +32,7 @@ __all__ = [
     "loss_tracker",
     "overrides_compute_loss",
     "overrides_compute_metrics",
+    "put_back_state",
     "raw_value",
     "replaced_losses",
     "schedule_of",
@@ -331,6 +332,21 @@ def guarded_updates(
     finally:
         for leaf in leaves:
             del vars(leaf)["update_step"]
+
+
+def put_back_state(model: Any, values: Any) -> None:
+    """Has `fit` on JAX give a model its values again, which it took out.
+
+    Args:
+        model: The model.
+        values: Of its trainable, other, optimizer and metrics variables.
+    """
+    names = ("trainable", "non_trainable", "optimizer", "metrics")
+    model._jax_state = {
+        f"{name}_variables": of_kind
+        for name, of_kind in zip(names, values, strict=True)
+    }
+    model._jax_state_synced = False
 
 
 def update_where(

@@ -9,7 +9,7 @@ import keras
 from accumkit import checks, class_checks, compile_config, fit_hooks
 from accumkit.accumulation import Accumulation, Findings
 from accumkit.arguments import Arguments, behind
-from accumkit.backends import backend
+from accumkit.backends import backend, processes
 from accumkit.options import Options
 from accumkit.remainder import RemainderCallback
 
@@ -141,6 +141,7 @@ class AccumulationMixin:
             setting, value = "micro_batch_size", state.micro_batch_size
         checks.accumulates_alone(optimizer, setting, value)
         self._check_class(setting)
+        processes.check_strategy(setting, self)
 
     def _check_class(self, setting: str) -> None:
         cls, mixin = type(self), AccumulationMixin
@@ -328,7 +329,10 @@ class AccumulationMixin:
             )
             backend.prepare(model, state)
         with self._with_window(True), backend.making_train_function(self):
-            return super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
+            made = super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
+        if not state.whole:
+            processes.watch(self)
+        return made
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Trains the model, as its own `fit` does.
@@ -344,6 +348,7 @@ class AccumulationMixin:
             What that `fit` returns, the `History` in Keras.
         """
         given = Arguments(self, AccumulationMixin, "fit", args, kwargs)
+        closing = RemainderCallback()
         if self._accumulation.active:
             # Keras's default for arrays; a dataset brings its own size.
             arrays = keras.tree.flatten(given.get("x"))
@@ -351,7 +356,8 @@ class AccumulationMixin:
             self._accumulation.fit_batch_size = given.get("batch_size") or (
                 32 if sized else None
             )
-        closing = RemainderCallback()
+            if sized and len(arrays[0].shape):
+                closing.samples = arrays[0].shape[0]
         callbacks = closing.in_front_of(given.get("callbacks"), self)
         closing.reaches(given.put("callbacks", callbacks), self)
         with fit_hooks.leaving(callbacks):

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from accumkit import checks
-from accumkit.backends import windows
+from accumkit.backends import processes, windows
 
 
 @keras.saving.register_keras_serializable(package="accumkit")
@@ -112,6 +112,7 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         checks.gradients_have_means("`accumulation_steps`", variables)
+        processes.check_strategy("AccumulationOptimizer")
         # A tuple: Keras tracks what lies in lists.
         self._trained = tuple(variables)
         if self.accumulation_steps > 1:

@@ -11,6 +11,7 @@ from accumkit import (
     resuming,
     windows,
 )
+from accumkit.backends import processes
 
 
 class RemainderCallback(keras.callbacks.Callback):
@@ -27,11 +28,13 @@ class RemainderCallback(keras.callbacks.Callback):
 
     Attributes:
         others: All callbacks of this `fit`, a list or a `CallbackList`.
+        samples: How many `fit` was given, if it was given arrays.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.others: Any = []
+        self.samples: int | None = None
         self.began = False
 
     def in_front_of(self, callbacks: Any, model: Any) -> Any:
@@ -79,10 +82,36 @@ class RemainderCallback(keras.callbacks.Callback):
         """Starts with an empty window; warns if none can ever be filled."""
         self.began = True
         model: Any = self.model
+        if not model._accumulation.whole:
+            processes.check_fit(model, self._share(model))
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()
         self._warn_if_never_full(model)
         resuming.warn(self.others, model)
+
+    def _share(self, model: Any) -> dict[str, int | None]:
+        """What must be the same in all processes; None where not known."""
+        state = model._accumulation
+        batches, samples = self.params.get("steps"), self.samples
+        size = state.fit_batch_size
+        if not size or not samples or batches != -(-samples // size):
+            samples = size = None
+        return {
+            "accumulation_steps": state.accumulation_steps,
+            "micro_batch_size": state.micro_batch_size or 0,
+            "steps_per_execution": int(model.steps_per_execution),
+            "epochs": self.params["epochs"],
+            "batches": batches,
+            "batch_size": size,
+            "samples": samples,
+        }
+
+    def on_fit_exit(self) -> None:
+        """Forgets what was known of this `fit`'s batches."""
+        # Not `model`: on JAX that asks for a state which an error may have
+        # taken along.
+        if self._model is not None:
+            self._model._accumulation.shares_agree = False
 
     def _warn_if_never_full(self, model: Any) -> None:
         state = model._accumulation

@@ -12,7 +12,7 @@ import pytest
 
 import accumkit
 from accumkit import plotting
-from accumkit.backends import SUPPORTED, TrainStep, Windows
+from accumkit.backends import SUPPORTED, Processes, TrainStep, Windows
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "accumkit"
@@ -314,12 +314,14 @@ def in_order(names, known):
 
 def test_backends_read_side_by_side():
     """The same modules, with the same names in the same order."""
-    modules = ("window", "train_step", "pieces")
+    modules = ("window", "train_step", "pieces", "processes")
     for name in SUPPORTED:
         folder = PACKAGE / "backends" / name
         assert {p.stem for p in folder.glob("*.py")} >= {*modules, "__init__"}
     steps = [n for n in vars(TrainStep) if not n.startswith("_")]
     window = [n for n in vars(Windows.Window) if not n.startswith("_")]
+    several = [n for n in vars(Processes) if not n.startswith("_")]
+    assert len(several) >= 4
     assert len(steps) >= 5
     assert len(window) >= 10
     for name in SUPPORTED:
@@ -328,6 +330,7 @@ def test_backends_read_side_by_side():
         found = public_functions(trees["pieces"].body)
         assert in_order(found, ["cut", "loop"]) == ["cut", "loop"], name
         assert public_functions(trees["window"].body) == ["replica_id"], name
+        assert public_functions(trees["processes"].body) == several, name
         (own,) = [
             node
             for node in trees["window"].body

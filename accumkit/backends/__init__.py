@@ -119,6 +119,26 @@ class Windows(Protocol):
         ...
 
 
+class Processes(Protocol):
+    """What `processes.py` of a backend offers: training in several of them."""
+
+    def check_strategy(self, setting: str, model: Any = None) -> None:
+        """Raises at `compile` where processes cannot keep a window."""
+        ...
+
+    def check_fit(self, model: Any, share: dict[str, int | None]) -> None:
+        """Raises at the start of `fit` where the processes' shares differ."""
+        ...
+
+    def watch(self, model: Any) -> None:
+        """Sees to it that the new train function keeps processes together."""
+        ...
+
+    def is_first(self, model: Any) -> bool:
+        """Whether this process is the one that writes files."""
+        ...
+
+
 SUPPORTED = BACKENDS
 
 
@@ -135,3 +155,4 @@ def _load(module: str) -> Any:
 
 backend = cast(TrainStep, _load("train_step"))
 windows = cast(Windows, _load("window"))
+processes = cast(Processes, _load("processes"))

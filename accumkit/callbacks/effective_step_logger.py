@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from accumkit import checks
+from accumkit.backends import processes
 from accumkit.callbacks.model_access import ModelCallback
 from accumkit.callbacks.step_counts import StepCounts
 from accumkit.callbacks.step_log import CsvLog, MemoryLog, TensorBoardLog
@@ -45,6 +46,9 @@ class EffectiveStepLogger(ModelCallback):
     A row costs 64 bytes of memory, with a `csv_path` too, so that `frame` is
     complete: a million optimizer steps cost 64 MB. `every=100` takes one
     hundredth.
+
+    Of several processes that train one model, only the first writes files;
+    each has its `frame`.
 
     Example:
 
@@ -119,9 +123,10 @@ class EffectiveStepLogger(ModelCallback):
         self._capacity = max(_CAPACITY, 2 * self._batches_per_call)
         model._record_windows(self.gradient_norm, self._capacity)
         self._logs = []
-        if self.csv_path is not None:
+        writes = processes.is_first(model)
+        if writes and self.csv_path is not None:
             self._logs.append(CsvLog(self.csv_path))
-        if self.tensorboard_dir is not None:
+        if writes and self.tensorboard_dir is not None:
             self._logs.append(TensorBoardLog(self.tensorboard_dir))
         self._begun = self._read = time.perf_counter()
         self._calls = 0

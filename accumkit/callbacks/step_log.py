@@ -85,6 +85,8 @@ class CsvLog:
     ) -> int:
         """The last count of micro-batches at or before an optimizer step."""
         count = 0
+        if not Path(path).exists():  # another process's, on another machine
+            return count
         with Path(path).open(newline="") as file:
             for row in csv.DictReader(file):
                 if int(row["optimizer_step"]) <= optimizer_step:

@@ -1,6 +1,7 @@
-"""What all tests share: modes of compilation and a clean Keras."""
+"""What all tests share: two tiers, modes of compilation, a clean Keras."""
 
 import atexit
+import collections
 import gc
 import os
 import shutil
@@ -41,6 +42,10 @@ MODES = {
     },
     "torch": {"eager": {}},
 }[keras.config.backend()]
+# What `compile` chooses on a CPU.
+DEFAULT = {"tensorflow": "graph", "jax": "jit", "torch": "eager"}[
+    keras.config.backend()
+]
 
 
 @pytest.fixture(params=list(MODES))
@@ -74,16 +79,76 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run all tests: every mode, every combination of parameters; "
+        "else a core with each promise once",
+    )
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "backend(name): runs on this Keras backend only"
     )
+    config.addinivalue_line("markers", "full: with `--full` only")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header(config):
+    return None if everything(config) else "the core; all tests: --full"
+
+
+def everything(config):
+    """Whether nothing is left out; a test that is named always runs."""
+    return config.getoption("full") or any("::" in arg for arg in config.args)
+
+
+def values(item):
+    """What an item has for each `parametrize` of its test."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",")]
+        yield tuple((name, id(item.callspec.params[name])) for name in names)
+
+
+def in_core(items):
+    """The items that have each value of each parameter once.
+
+    Of stacked `parametrize`s that is a diagonal of their product, of one
+    alone all of it. Among the modes it is the one that `compile` chooses.
+    """
+    tests = collections.defaultdict(dict)
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if not item.get_closest_marker("full") and (
+            parameters.get("mode", DEFAULT) == DEFAULT
+        ):
+            tests[item.nodeid.split("[")[0]][item] = set(values(item))
+    core = set()
+    for product in tests.values():
+        seen = set()
+        for item, own in product.items():
+            if not own & seen:
+                core.add(item)
+                seen |= own
+        for item, own in product.items():
+            if own - seen:
+                core.add(item)
+                seen |= own
+    return core
+
+
+def pytest_collection_modifyitems(config, items):
     name = keras.config.backend()
     for item in items:
         only = item.get_closest_marker("backend")
         if only and name not in only.args:
             # Tests of one framework's machinery; each has a counterpart.
             item.add_marker(pytest.mark.skip(reason=f"not for {name}"))
+    if everything(config):
+        return
+    core = in_core(items)
+    config.hook.pytest_deselected(items=[i for i in items if i not in core])
+    items[:] = [item for item in items if item in core]

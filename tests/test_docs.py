@@ -224,7 +224,7 @@ def shell_lines():
 def test_two_lines_do_all_the_set_up():
     """One runs the main job, one the tests; `.ci/run` takes them from here."""
     lines = [line for line in shell_lines() if "python3 -m venv" in line]
-    ends = ("python -m accumkit", "python -m pytest")
+    ends = ("python -m accumkit", "python -m pytest -n 2")
     for end in ends:
         (line,) = [line for line in lines if line.endswith(end)]
         set_up, install, job = line.split(" && ")

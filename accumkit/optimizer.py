@@ -116,9 +116,8 @@ class AccumulationOptimizer(keras.optimizers.Optimizer):
         # A tuple: Keras tracks what lies in lists.
         self._trained = tuple(variables)
         if self.accumulation_steps > 1:
-            window = windows.Window(
-                self.inner_optimizer, self.accumulation_steps
-            )
+            make: Any = windows.Window
+            window = make(self.inner_optimizer, self.accumulation_steps)
             window.track(list(variables))
             self._window = window
         elif not self.inner_optimizer.built:

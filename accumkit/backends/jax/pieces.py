@@ -21,14 +21,14 @@ class Full(NamedTuple):
         stacked: Dense leaves, the pieces in front of the batch axis.
         sparse: Sparse leaves, whole.
         structure: Of the batch; which leaf is which.
-        count: How many pieces there are.
+        number: How many pieces there are.
         size: Samples in a piece.
     """
 
     stacked: list[Any]
     sparse: list[Any]
     structure: Any
-    count: int
+    number: int
     size: int
 
     def piece(self, index: Any, dense: list[Any]) -> Any:
@@ -131,7 +131,7 @@ def loop(body: Callable[[Any, Any], Any], carry: Any, full: Full) -> Any:
     Returns:
         What the last piece hands on.
     """
-    if full.count == 0:
+    if full.number == 0:
         return carry
 
     def one(carry: Any, given: Any) -> tuple[Any, None]:
@@ -141,12 +141,12 @@ def loop(body: Callable[[Any, Any], Any], carry: Any, full: Full) -> Any:
     def given(index: int) -> Any:
         return index, [v[index] for v in full.stacked]
 
-    if jax.default_backend() == "cpu" and full.count <= _MOST_UNROLLED:
+    if jax.default_backend() == "cpu" and full.number <= _MOST_UNROLLED:
         if "conv_general_dilated" in str(jax.make_jaxpr(one)(carry, given(0))):
-            for index in range(full.count):
+            for index in range(full.number):
                 carry, _ = one(carry, given(index))
             return carry
-    carry, _ = jax.lax.scan(one, carry, (jnp.arange(full.count), full.stacked))
+    carry, _ = jax.lax.scan(one, carry, (jnp.arange(full.number), full.stacked))
     return carry
 
 

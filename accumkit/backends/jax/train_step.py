@@ -91,7 +91,7 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
     values = window.values(others[split:], trainable)
     fixed = trainable, optimizer
     state = (others[:split], metrics, values)
-    logs = None
+    y_pred = None
     if accumulation.micro_batch_size is None:
         count = 1
         state, part, y_pred = _micro_batch(model, fixed, state, batch, samples)
@@ -119,9 +119,7 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
             )
             sums = _summed(sums, part)
         loss = _mean(*sums)
-    state, logs = _logs(
-        model, state, batch, None if batch is None else y_pred, loss, samples
-    )
+    state, logs = _logs(model, state, batch, y_pred, loss, samples)
     others, metrics, values = state
     values, trainable, optimizer = window.close_full(
         values, trainable, optimizer, count

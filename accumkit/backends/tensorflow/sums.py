@@ -26,7 +26,7 @@ class _Group:
     def __init__(self, variables: list[Any], across: bool):
         self.variables = variables
         self.sums = [_local(v.shape, v.dtype, "sum") for v in variables]
-        self.flags = None
+        self.flags: Any = None
         if across:
             self.flags = _local((len(variables),), "float32", "flags")
 

@@ -87,7 +87,8 @@ class Window:
             )
             with tf.init_scope(), scope:
                 self._create()
-        self._sums.begin()
+        sums: Any = self._sums
+        sums.begin()
 
     def _create(self) -> None:
         if self.across and self._steps is None:

@@ -155,7 +155,7 @@ def test_10_each_device_cuts_its_own_share(parallel):
     """Cutting a batch moves no sample from one device to another."""
     import jax
 
-    from accumkit.backends import jax_pieces
+    from accumkit.backends.jax import pieces
 
     parallel()
     layout = keras.distribution.distribution().get_data_layout((16, 2))
@@ -163,8 +163,8 @@ def test_10_each_device_cuts_its_own_share(parallel):
     batch = jax.device_put(batch, layout.backend_layout)
 
     def cut(batch):
-        first, last, _ = jax_pieces.cut(batch, 8)
-        return first, last
+        full, last, _ = pieces.cut(batch, 8, keep_last=True)
+        return full.stacked[0], last(())[1]
 
     compiled = jax.jit(cut).lower(batch).compile()
     first, last = compiled(batch)

@@ -174,6 +174,8 @@ def native_mse(y_true, y_pred):
 
 
 @pytest.mark.backend("tensorflow", "jax")
+# `native_mse` is one number, a plain mean.
+@pytest.mark.filterwarnings("ignore:The loss of '.*' returns one number")
 def test_float64():
     """To the last bits, wherever Keras itself computes in float64.
 

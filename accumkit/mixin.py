@@ -425,9 +425,18 @@ class AccumulationMixin:
 
     def jax_state_sync(self) -> None:
         """Brings what a train step has computed back into the variables."""
-        state = getattr(self, "_jax_state", None) or {}
-        with self._with_window("optimizer_variables" in state):
+        with self._with_window(self._state_has_window()):
             super().jax_state_sync()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def state_sync(self) -> None:
+        """As `jax_state_sync`; its name from Keras 3.16 on."""
+        with self._with_window(self._state_has_window()):
+            super().state_sync()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _state_has_window(self) -> bool:
+        return "optimizer_variables" in (
+            getattr(self, "_jax_state", None) or {}
+        )
 
     def get_compile_config(self) -> dict[str, Any]:
         """Returns what `compile` was called with, our options included.

@@ -366,30 +366,37 @@ class AccumulationMixin:
             return history
 
     # Whatever replaces the weights as a whole discards an open window: its
-    # gradients belong to other weights (and may be what was to be undone).
+    # gradients belong to other weights (and may be what was to be undone). On
+    # JAX the state comes back first: in the middle of `fit` it would be written
+    # over what was just put in.
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads weights as in Keras; an open window is discarded."""
+        backend.sync(self)
         super().load_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     def load_own_variables(self, store: Any) -> None:
         """Loads as in Keras; an open window is discarded."""
+        backend.sync(self)
         super().load_own_variables(store)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     def set_weights(self, weights: Any) -> None:
         """Sets all weights as in Keras; an open window is discarded."""
+        backend.sync(self)
         super().set_weights(weights)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     def set_state_tree(self, state_tree: Any) -> None:
         """Sets the state as in Keras; an open window is discarded."""
+        backend.sync(self)
         super().set_state_tree(state_tree)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         """Quantizes as in Keras; an open window is discarded."""
+        backend.sync(self)
         super().quantize(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.discard_accumulated_gradients()
 

@@ -74,7 +74,8 @@ def two(tmp_path_factory):
         address = f"127.0.0.1:{free_port()},127.0.0.1:0"
     worker = HERE / "process_worker.py"
     commands = [[worker, rank, address, folder] for rank in (0, 1)]
-    both = [json.loads(text) for text in run_all(folder, *commands)]
+    run_all(folder, *commands)
+    both = [json.loads((folder / f"{i}.json").read_text()) for i in (0, 1)]
     return both, folder
 
 
@@ -134,7 +135,7 @@ def mlp_weights():
     ("name", "said", "steps"),
     [
         ("71 samples", "samples: 36 in process 0, 35 in process 1", 0),
-        ("options", "accumulation_steps: 2 in process 0, 3 in process 1", 0),
+        ("options", "micro_batch_size: 3 in process 0, 4 in process 1", 0),
         ("unequal batches", "1: 8 in process 0, 6 in process 1", 1),
         ("fewer batches", "1: 16 in process 0, no batch in process 1", 1),
         ("in one execution", "2: 16 in process 0, 14 in process 1", 1),

@@ -263,7 +263,7 @@ OWN = set(_own_private_names())
 # Attributes of a user's model, where a public name could be the user's own.
 CROSSES = {"_accumulation", "_record_windows", "_model", "_owner"}
 # Keras's, which we have of the same name.
-CROSSES |= {"_metrics", "_flat_losses"}
+CROSSES |= {"_metrics", "_flat_losses", "_jax_state", "_jax_state_synced"}
 # Public by their documentation, the underscore keeps fields apart.
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 

@@ -39,6 +39,7 @@ class Accumulation:
         fit_batch_size: The batch size of the running `fit`, if it is known.
         shares_agree: Whether all processes are known to get equal batches in
             it.
+        entered: Whether our train step was run, or traced, since `compile`.
         recording: Arguments of the `WindowRecorder` that somebody asked for.
     """
 
@@ -49,6 +50,7 @@ class Accumulation:
         self.warned: set[str] = set()
         self.fit_batch_size: int | None = None
         self.shares_agree = False
+        self.entered = False
         self.recording: tuple[bool, int] | None = None
 
     @property
@@ -98,6 +100,15 @@ class Accumulation:
             or self.micro_batch_size is not None
             or self.recording is not None
         )
+
+    @property
+    def setting(self) -> tuple[str, int | None]:
+        """What asks for our train step, by its public name, and its value."""
+        if self.across:
+            return "accumulation_steps", self.accumulation_steps
+        if self.micro_batch_size is not None:
+            return "micro_batch_size", self.micro_batch_size
+        return "EffectiveStepLogger", None
 
     @property
     def whole(self) -> bool:

@@ -26,7 +26,8 @@ def count(name: str, value: Any, minimum: int = 1) -> int:
     rule = f"`{name}` must be an integer >= {minimum}."
     received = f"Received: {name}={value!r} (of type {type(value).__name__})."
     try:
-        if isinstance(value, bool) or type(value).__name__ == "bool":
+        # NumPy's too, by either of its names: before NumPy 2 it was an index.
+        if type(value).__name__ in ("bool", "bool_"):
             raise TypeError
         number = operator.index(value)
     except TypeError:

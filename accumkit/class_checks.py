@@ -24,14 +24,20 @@ def mixin_comes_first(cls: type, mixin: type, model: type) -> None:
 
 
 def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
-    """Raises if a `train_step` of the user's keeps the mixin's from running.
+    """Raises if a method of the user's keeps the mixin's train step out.
 
-    An override that calls `super().train_step` is fine; the compiler leaves a
-    `__class__` cell in every function that uses `super()`.
+    An override in front of the mixin that calls `super()` is fine; the
+    compiler leaves a `__class__` cell in every function that does.
+
+    Args:
+        cls: The model class.
+        mixin: The mixin.
+        setting: What needs the mixin's train step, for the message.
 
     Raises:
-        ValueError: If `cls` brings its own train step, in front of the mixin
-            (the setting would have no effect) or behind it (the mixin's would
+        ValueError: If `cls` brings its own `train_step` or
+            `make_train_function` in front of the mixin (the setting would
+            have no effect), or a `train_step` behind it (the mixin's would
             replace it).
     """
     before = True
@@ -39,28 +45,61 @@ def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
         if base is mixin:
             before = False
             continue
-        own = vars(base).get("train_step")
-        if own is None or base.__module__.startswith("keras."):
+        if base.__module__.startswith("keras."):
             continue
-        code = getattr(own, "__code__", None)
-        if before and code is not None and "__class__" in code.co_freevars:
-            continue
-        pieces = (
-            " It counts batches of `fit`: make `batch_size` what a micro-batch "
-            "is to be, and N the batches of an optimizer step."
-            if setting == "micro_batch_size"
-            else ""
-        )
-        raise ValueError(
-            f"`{setting}` needs the train step of `{mixin.__name__}`, but "
-            f"`{base.__name__}` brings its own `train_step`, so "
-            + ("the setting would have no effect" if before else "it is lost")
-            + f". Received: model class `{cls.__name__}`. Keep the train step "
-            "and wrap each optimizer that it uses (a GAN has two): "
-            f"`accumkit.AccumulationOptimizer(optimizer, N)`.{pieces} Or call "
-            "`super().train_step(...)` in a class in front of the mixin, or "
-            "override `compute_loss` instead."
-        )
+        for name in ("train_step", "make_train_function"):
+            own = vars(base).get(name)
+            code = getattr(own, "__code__", None)
+            calls = code is not None and "__class__" in code.co_freevars
+            if own is None or (before and calls):
+                continue
+            if not before and name == "make_train_function":
+                continue  # The mixin's calls it, and it `self.train_step`.
+            effect = "the setting would have no effect"
+            if not before:
+                effect = "it is lost"
+            raise ValueError(
+                f"`{setting}` needs the train step of `{mixin.__name__}`, but "
+                f"`{base.__name__}` brings its own `{name}`, so {effect}. "
+                f"Received: model class `{cls.__name__}`. "
+                + _ways_out(
+                    setting,
+                    f"call `super().{name}(...)` in a class in front of the "
+                    "mixin, or override `compute_loss` instead",
+                )
+            )
+
+
+def trained_without(cls: type, setting: str) -> ValueError:
+    """Returns the error for an epoch without the mixin's train step.
+
+    Args:
+        cls: The model class.
+        setting: What needs the mixin's train step.
+    """
+    return ValueError(
+        f"`{setting}` needs the train step of `AccumulationMixin`, but the "
+        "epoch was trained without it, so the setting had no effect. Received: "
+        f"a model of class `{cls.__name__}` with a `train_step` or a "
+        "`train_function` set on the object, or with a `make_train_function` "
+        "that does not use `self.train_step`. "
+        + _ways_out(setting, "let it call the train step of the class")
+    )
+
+
+def _ways_out(setting: str, hint: str) -> str:
+    if setting == "EffectiveStepLogger":
+        return f"{hint.capitalize()}."
+    pieces = (
+        " It counts batches of `fit`: make `batch_size` what a micro-batch is "
+        "to be, and N the batches of an optimizer step."
+        if setting == "micro_batch_size"
+        else ""
+    )
+    return (
+        "Keep it and wrap *each* optimizer that it uses (a GAN has two): "
+        f"`accumkit.AccumulationOptimizer(optimizer, N)`.{pieces} Or {hint}."
+    )
 
 
 def nothing_is_bypassed(

@@ -100,8 +100,8 @@ class AccumulationMixin:
             TypeError: If a number is not an integer.
             ValueError: If a number is below 1, `remainder` or `weighting` is
                 unknown, the optimizer accumulates gradients itself, or the
-                class has a `train_step` that would bypass this one. The model
-                is then as it was before.
+                class has a method that would bypass this train step or be
+                bypassed by it. The model is then as it was before.
         """
         steps = checks.count("accumulation_steps", accumulation_steps)
         if micro_batch_size is not None:
@@ -136,9 +136,7 @@ class AccumulationMixin:
     def _check_accumulation(self, optimizer: Any, state: Accumulation) -> None:
         if not state.active:
             return
-        setting, value = "accumulation_steps", state.accumulation_steps
-        if value == 1 and state.micro_batch_size is not None:
-            setting, value = "micro_batch_size", state.micro_batch_size
+        setting, value = state.setting
         checks.accumulates_alone(optimizer, setting, value)
         self._check_class(setting)
         processes.check_strategy(setting, self)
@@ -308,8 +306,10 @@ class AccumulationMixin:
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one batch, as `keras.Model.train_step` of the backend does."""
         model: Any = self
-        if not self._accumulation.active:
+        state = self._accumulation
+        if not state.active:
             return super().train_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        state.entered = True
         return backend.train_step(model, *args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -389,10 +389,11 @@ class AccumulationMixin:
         self.discard_accumulated_gradients()
 
     def set_state_tree(self, state_tree: Any) -> None:
-        """Sets the state as in Keras; an open window is discarded."""
+        """Sets the state as in Keras; new weights discard an open window."""
         backend.sync(self)
         super().set_state_tree(state_tree)  # pyright: ignore[reportAttributeAccessIssue]
-        self.discard_accumulated_gradients()
+        if "trainable_variables" in state_tree:
+            self.discard_accumulated_gradients()
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         """Quantizes as in Keras; an open window is discarded."""

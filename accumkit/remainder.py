@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from accumkit import (
+    class_checks,
     fit_hooks,
     keras_internals,
     messages,
@@ -36,6 +37,7 @@ class RemainderCallback(keras.callbacks.Callback):
         self.others: Any = []
         self.samples: int | None = None
         self.began = False
+        self._steps = 0
 
     def in_front_of(self, callbacks: Any, model: Any) -> Any:
         """Returns what to hand to `fit` as `callbacks`, this one in front.
@@ -87,6 +89,7 @@ class RemainderCallback(keras.callbacks.Callback):
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()
         self._warn_if_never_full(model)
+        self._steps = model.optimizer_steps
         resuming.warn(self.others, model)
 
     def _share(self, model: Any) -> dict[str, int | None]:
@@ -147,8 +150,20 @@ class RemainderCallback(keras.callbacks.Callback):
 
     def _close(self) -> None:
         model: Any = self.model
-        remainder = model._accumulation.remainder
+        state = model._accumulation
+        if state.active and not state.entered:
+            self._check_bypassed(model, state.setting[0])
+        remainder = state.remainder
         if remainder == "apply":
             model.apply_accumulated_gradients()
         elif remainder == "drop":
             model.discard_accumulated_gradients()
+
+    def _check_bypassed(self, model: Any, setting: str) -> None:
+        """Raises for steps that were taken without our train step.
+
+        What a class brings is checked by `compile`; a function that somebody
+        put on the object shows only when it has run.
+        """
+        if model.optimizer_steps != self._steps:
+            raise class_checks.trained_without(type(model), setting)

@@ -123,7 +123,7 @@ def test_a_train_step_in_the_way():
             model.compile("sgd", "mse", accumulation_steps=2)
         with pytest.raises(
             ValueError,
-            match=r"wrap each optimizer.*AccumulationOptimizer.*"
+            match=r"wrap \*each\* optimizer.*AccumulationOptimizer.*"
             r"`batch_size` what a micro-batch.*super\(\)",
         ):
             model.compile("sgd", "mse", micro_batch_size=2)

@@ -203,9 +203,7 @@ def test_16_train_step_before_any_fit():
 def test_35_sparse_input(options, mode):
     """Scipy's matrices, cut into pieces."""
     sparse = pytest.importorskip("scipy.sparse")
-    if "micro_batch_size" in options and mode.get("jit_compile") and (
-        keras.config.backend() == "tensorflow"
-    ):  # fmt: skip
+    if mode.get("jit_compile") and keras.config.backend() == "tensorflow":
         pytest.skip("XLA on TensorFlow takes no sparse tensors")
     rng = np.random.default_rng(0)
     dense = (rng.uniform(size=(16, 6)) < 0.3) * rng.normal(size=(16, 6))

@@ -66,6 +66,49 @@ def test_early_stopping_under_carry(mode):
     assert model.open_micro_batches == 0
 
 
+@pytest.mark.parametrize("way", ["self.model", "closure"])
+def test_in_the_middle_of_fit(way, mode):
+    """Also on JAX, where `fit` has the state and the model does not."""
+
+    class Put(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:  # the second window has one of its two
+                target = self.model if way == "self.model" else model
+                target.set_weights([np.array([[5.0]], "float32")])
+                assert model.open_micro_batches == 0
+
+    model = one_weight()
+    model.compile(SGD(0.1), "mse", accumulation_steps=2, **mode)
+    fit(model, 0, 0, 1, 5, 5, callbacks=[Put()])
+    # 5 is the minimum of what comes after it.
+    assert weight(model) == pytest.approx(5.0)
+
+
+@pytest.mark.backend("torch")
+def test_a_state_dict_of_torch():
+    model = one_weight()
+    good = {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):  # compiled twice, hooked once
+        model.compile(SGD(0.1), "mse", accumulation_steps=2)
+        model.train_on_batch(ones(1), column(np.nan))
+    model.load_state_dict(good)
+    assert model.open_micro_batches == 0
+    for _ in range(2):
+        model.train_on_batch(ones(1), column(1))
+    assert weight(model) == pytest.approx(0.2)
+    assert len(model._load_state_dict_post_hooks) == 1
+
+
+def test_state_without_weights_keeps_the_window():
+    model = one_weight()
+    model.compile(SGD(0.1), "mse", accumulation_steps=2)
+    model.train_on_batch(ones(1), column(1))
+    model.set_state_tree({"metrics_variables": {}})
+    assert model.open_micro_batches == 1
+    model.train_on_batch(ones(1), column(1))
+    assert weight(model) == pytest.approx(0.2)
+
+
 def test_one_layer_alone_keeps_the_window():
     model = one_weight()
     model.compile(SGD(0.1), "mse", accumulation_steps=2)

@@ -54,7 +54,8 @@ def prepare(model: Any, accumulation: Accumulation) -> Window:
             accumulation.accumulation_steps,
             model.distribute_strategy,
         )
-    window.track(model.trainable_variables)
+    # As Keras's train step here; on JAX it trains `trainable_variables`.
+    window.track(model.trainable_weights)
     if accumulation.recording is not None and window.recorder is None:
         scope = contextlib.nullcontext()
         if not tf.distribute.has_strategy():

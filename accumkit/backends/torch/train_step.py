@@ -1,6 +1,7 @@
 """Keras's train step on torch, with accumulation."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,14 @@ from accumkit import keras_internals, observation, recording, weighting
 from accumkit.accumulation import Accumulation
 from accumkit.backends.torch import pieces
 from accumkit.backends.torch.window import Window
+
+# Models with the hook below. A copy has it, too, and gets another: no harm.
+_hooked: Any = weakref.WeakSet()
+
+
+def _loaded(model: Any, _: Any) -> None:
+    # What is open belongs to other weights.
+    model.discard_accumulated_gradients()
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -57,8 +66,12 @@ def prepare(model: Any, accumulation: Accumulation) -> Window:
         window = accumulation.window = Window(
             model.optimizer, accumulation.accumulation_steps
         )
-    # Found by a walk through all layers: once a batch is enough.
-    window.track(model.trainable_variables)
+        if model not in _hooked:
+            _hooked.add(model)
+            model.register_load_state_dict_post_hook(_loaded)
+    # As Keras's train step here; on JAX it trains `trainable_variables`. Found
+    # by a walk through all layers: once a batch is enough.
+    window.track(model.trainable_weights)
     if accumulation.recording is not None and window.recorder is None:
         window.recorder = recording.WindowRecorder(*accumulation.recording)
     return window

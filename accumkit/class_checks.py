@@ -71,15 +71,15 @@ def train_step_is_used(cls: type, mixin: type, setting: str) -> None:
 
 
 def trained_without(cls: type, setting: str) -> ValueError:
-    """Returns the error for an epoch without the mixin's train step.
+    """Returns the error for training without the mixin's train step.
 
     Args:
         cls: The model class.
         setting: What needs the mixin's train step.
     """
     return ValueError(
-        f"`{setting}` needs the train step of `AccumulationMixin`, but the "
-        "epoch was trained without it, so the setting had no effect. Received: "
+        f"`{setting}` needs the train step of `AccumulationMixin`, but "
+        "training goes on without it, so the setting has no effect. Received: "
         f"a model of class `{cls.__name__}` with a `train_step` or a "
         "`train_function` set on the object, or with a `make_train_function` "
         "that does not use `self.train_step`. "

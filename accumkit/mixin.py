@@ -312,6 +312,26 @@ class AccumulationMixin:
         state.entered = True
         return backend.train_step(model, *args, **kwargs)
 
+    def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's, on JAX; its train step calls it, the mixin's does not.
+
+        Args:
+            *args: As in Keras, handed on.
+            **kwargs: As in Keras, handed on.
+
+        Returns:
+            As in Keras.
+
+        Raises:
+            ValueError: If Keras's train step was put in place of the mixin's.
+        """
+        model: Any = self
+        if len(args) > 1 and len(args[1]) > len(model.non_trainable_variables):
+            # The window has come along.
+            setting, _ = self._accumulation.setting
+            raise class_checks.trained_without(type(self), setting)
+        return super().compute_loss_and_updates(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     def make_train_function(self, force: bool = False) -> Any:
         """Creates the window's variables, then Keras's train function."""
         model: Any = self

@@ -85,9 +85,10 @@ def test_what_can_be_seen_only_when_it_has_happened(how, options):
     if how == "train_step":
         stock = super(accumkit.AccumulationMixin, model).train_step
         model.train_step = lambda *args: stock(*args)
-    with pytest.raises(ValueError, match="the epoch was trained without it"):
+    with pytest.raises(ValueError, match="training goes on without it"):
         fit(model, 1, 2)
-    assert model.optimizer_steps == 2
+    # On JAX an error while it is traced leaves a model without its values.
+    model = one_weight(cls)
     model.compile(SGD(0.1), "mse")
     fit(model, 1, 2)  # stock Keras
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accumkit.plotting.axes import new_axes
 from accumkit.plotting.frames import X_LABELS, frame_with, x_values
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def plot_history(
     positions = x_values(frame, x)
     for name in names:
         _require_metric(frame, name, "`metrics`", "the run")
-    ax = _new_axes() if ax is None else ax
+    ax = new_axes() if ax is None else ax
     for index, name in enumerate(names):
         for metric in (name, f"val_{name}"):
             if metric in frame.columns:
@@ -138,7 +139,7 @@ def plot_runs(
         frame = frame_with(run, [metric], x)
         _require_metric(frame, metric, "`metric`", f"the run {name!r}")
         series[name] = (x_values(frame, x), frame[metric])
-    ax = _new_axes() if ax is None else ax
+    ax = new_axes() if ax is None else ax
     thinner = (THICKEST / THINNEST) ** (1 / max(len(series) - 1, 1))
     for index, (name, (positions, values)) in enumerate(series.items()):
         width = THINNEST * thinner ** (len(series) - 1 - index)
@@ -222,30 +223,3 @@ def _require_metric(
             f"{argument} must name values that the run has. Received: "
             f"{metric!r}, while {run} has {list(frame.columns)}."
         )
-
-
-def _new_axes() -> Axes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Plotting needs matplotlib. Install it with "
-            '`pip install "accumkit[plot]"`.'
-        ) from error
-    if _in_notebook():
-        from matplotlib import pyplot
-
-        figure = pyplot.figure(layout="constrained")
-    else:
-        figure = Figure(layout="constrained")
-    ax = figure.subplots()
-    ax.grid(alpha=0.3)
-    return ax
-
-
-def _in_notebook() -> bool:
-    # A notebook draws the figures that pyplot knows, and closes them after
-    # the cell; a free-standing one it prints as text.
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return hasattr(shell, "kernel")

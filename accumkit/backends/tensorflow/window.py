@@ -8,15 +8,15 @@ replicas, so that gradients are all-reduced once per window.
 """
 
 import contextlib
-import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from accumkit import keras_internals, recording
+from accumkit import keras_internals
+from accumkit.backends.tensorflow import optimizing
+from accumkit.backends.tensorflow.counts import Counts
 from accumkit.backends.tensorflow.sums import Sums
-from accumkit.messages import AccumkitWarning
 
 
 def replica_id() -> int:
@@ -55,13 +55,7 @@ class Window:
             strategy = keras_internals.distribution_strategy(optimizer)
         self._strategy = strategy
         self._sums: Any = None
-        # N as a train step sees it (a Python number would freeze in a trace),
-        # and that of the open window: N set in the middle counts from the
-        # next one on.
-        self._steps: Any = None
-        self._size: Any = None
-        self._batches: Any = None
-        self._pieces: Any = None
+        self._counts = Counts()
         # Whether the last train step ran outside of a graph.
         self._eager = True
         self._compiled: dict[Any, Any] = {}
@@ -70,13 +64,10 @@ class Window:
         """Begins a train step: creates what is missing for its variables.
 
         Under a strategy the first call must be outside replica context.
-
-        Args:
-            variables: What the train step trains.
         """
         self.variables = list(variables)
         self._eager = tf.executing_eagerly()
-        if self.across and self._steps is None:
+        if self.across and not self._counts.exist:
             self._sums = None  # those of a single train step have no flags
         if self._sums is None or self._sums.lacks(self.variables):
             scope = (
@@ -86,21 +77,14 @@ class Window:
                 else contextlib.nullcontext()
             )
             with tf.init_scope(), scope:
-                self._create()
+                if self.across:
+                    self._counts.create(self._n)
+                self._sums = self._sums or Sums(self.across)
+                self._sums.create(self._sums.lacks(self.variables))
+                if not self.optimizer.built:
+                    self.optimizer.build(self.variables)
         sums: Any = self._sums
         sums.begin()
-
-    def _create(self) -> None:
-        if self.across and self._steps is None:
-            self._steps = _scalar(self._n, "accumulation_steps")
-            self._size = _scalar(self._n, "window_accumulation_steps")
-            self._batches = _scalar(0, "open_batches")
-            self._pieces = _scalar(0, "open_micro_batches")
-        if self._sums is None:
-            self._sums = Sums(self.across)
-        self._sums.create(self._sums.lacks(self.variables))
-        if not self.optimizer.built:
-            self.optimizer.build(self.variables)
 
     @property
     def traveling_variables(self) -> list[Any]:
@@ -109,19 +93,12 @@ class Window:
 
     def is_empty(self) -> Any:
         """Whether nothing has been added yet, before the first piece."""
-        return self._pieces.value == 0 if self.across else True
+        return self._counts.is_empty() if self.across else True
 
     def add(
         self, gradients: list[Any], first: Any, late: Any, divisor: Any
     ) -> None:
-        """Adds the gradients of a micro-batch.
-
-        Args:
-            gradients: One for each of `variables`; None where there is none.
-            first: Bool or scalar bool tensor, whether it opens the window.
-            late: What the gradients are to be multiplied by, or None.
-            divisor: Its share of what the sums are divided by, or None.
-        """
+        """Adds the gradients of a micro-batch; see `Sums.add`."""
         if self.variables:
             self._sums.add(self.variables, gradients, first, late, divisor)
 
@@ -131,10 +108,7 @@ class Window:
         In replica context. When data runs out in the middle of a graph, ops
         that do not wait for it still run: call it under a control dependency
         on something that was computed from the batch, or a batch is counted
-        that never came.
-
-        Args:
-            pieces: In how many micro-batches the batch was worked off.
+        that never came. `pieces` are its micro-batches.
         """
 
         def close(strategy: Any) -> None:
@@ -142,9 +116,7 @@ class Window:
             if not self.across:
                 self._apply(strategy, self.variables, got)
                 return
-            self._batches.value.assign_add(1)
-            self._pieces.value.assign_add(pieces)
-            full = self._batches.value >= self._size.value
+            full = self._counts.count(pieces)
             if tf.executing_eagerly():
                 if full:
                     _, got = self._flagged()
@@ -153,7 +125,9 @@ class Window:
             known = {id(v) for v in self.variables}
             others = self._sums.variables()
             others = [v for v in others if id(v) not in known]
-            _warn_of_missing([v for v in self.variables if id(v) not in got])
+            optimizing.warn_of_missing(
+                [v for v in self.variables if id(v) not in got]
+            )
 
             def step():
                 variables = self.variables + others
@@ -167,9 +141,7 @@ class Window:
     def take(self, gradients: list[Any], weight: Any = None) -> None:
         """Adds a micro-batch and closes the window if that fills it.
 
-        Args:
-            gradients: One for each variable, or None.
-            weight: What it weighs, None for 1.
+        `weight` is what it weighs, None for 1.
 
         Raises:
             ValueError: If it is called in cross-replica context.
@@ -224,32 +196,25 @@ class Window:
             return
         with self._strategy.scope():
             self._sums.write_zeros()
-            self._empty_counts()
+            self._counts.empty()
 
     def forget_traces(self) -> None:
         """Has everything compiled anew: optimizer or schedule has changed."""
         self._compiled = {}
 
     def set_steps(self, accumulation_steps: int) -> None:
-        """Sets N from the next window on.
-
-        Args:
-            accumulation_steps: N, batches in a full window.
-        """
+        """Sets N from the next window on."""
         self._n = accumulation_steps
         self.across = self.across or accumulation_steps > 1
-        if self._steps is not None:
-            self._steps.assign(accumulation_steps)
-            if not self.open_batches():
-                self._size.assign(accumulation_steps)
+        self._counts.set_steps(accumulation_steps)
 
     def open_batches(self) -> int:
         """How many batches the open window holds; waits for the device."""
-        return 0 if self._batches is None else int(self._batches.numpy())
+        return self._counts.open_batches()
 
     def open_micro_batches(self) -> int:
         """How many micro-batches it holds; waits for the device."""
-        return 0 if self._pieces is None else int(self._pieces.numpy())
+        return self._counts.open_micro_batches()
 
     def _flagged(self) -> tuple[list[Any], set[int]]:
         """What got a gradient in this window, read now."""
@@ -269,100 +234,12 @@ class Window:
     ) -> None:
         """Hands the window's mean gradients to the optimizer, once.
 
-        Args:
-            strategy: The strategy whose cross-replica context this is.
-            variables: What may have got a gradient in this window.
-            got: Ids of those that have.
-            flags: In a trace that shares the window with other traces: of the
-                rest only these know.
+        `flags` say who of `variables` got one beside those with ids in `got`,
+        in a trace that shares the window with other traces.
         """
-        flags = flags or {}
         if variables:
             divisor = self._sums.divisor()
-            reading = self._read(divisor)
-
-            def replica() -> None:
-                known = got | flags.keys()
-                gradients = [
-                    self._sums.mean(v, divisor) if id(v) in known else None
-                    for v in variables
-                ]
-                # What Keras's train step calls here, so that an override of
-                # it is used.
-                self.optimizer.apply_gradients(
-                    zip(gradients, variables, strict=True)
-                )
-                self._sums.end()
-
-            with self._guarded(variables, flags):
-                strategy.extended.call_for_each_replica(replica)
-            if self.recorder is not None:
-                after = tf.convert_to_tensor(self.optimizer.iterations)
-                rate, before, norm = reading
-                self.recorder.close(rate, norm, after - before)
-        self._empty_counts()
-
-    def _guarded(self, variables: list[Any], flags: dict[int, Any]) -> Any:
-        """Leaves alone what has no gradient: zeros would let decay move it."""
-        if not flags:
-            return contextlib.nullcontext()
-        unsure = [v for v in variables if id(v) in flags]
-        # Decay is applied before the update: put back what it moved.
-        before = [tf.identity(tf.convert_to_tensor(v.value)) for v in unsure]
-
-        def guard(index: int, variable: Any, update: Any) -> None:
-            def updated():
-                update()
-                return True
-
-            def put_back():
-                variable.assign(before[index])
-                return False
-
-            tf.cond(flags[id(unsure[index])], updated, put_back)
-
-        return keras_internals.guarded_updates(self.optimizer, unsure, guard)
-
-    def _read(self, divisor: Any) -> Any:
-        """Learning rate, iterations and norm of the gradient, for the row."""
-        if self.recorder is None:
-            return None
-        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
-        before = tf.convert_to_tensor(self.optimizer.iterations)
-        if not self.recorder.gradient_norm:
-            return rate, before, 0.0
-        scale = self.optimizer.scale_loss(tf.ones(()))
-        norm = recording.gradient_norm(self._sums.all(), scale)
-        if divisor is not None:
-            norm /= tf.cast(divisor, norm.dtype)
-        return rate, before, norm
-
-    def _empty_counts(self) -> None:
-        if self._steps is not None:
-            self._batches.value.assign(0)
-            self._pieces.value.assign(0)
-            self._size.value.assign(self._steps.value)
-
-
-def _warn_of_missing(variables: list[Any]) -> None:
-    # As Keras does where an optimizer gets None; ours gets a flag.
-    if variables:
-        warnings.warn(
-            "Gradients do not exist for variables "
-            f"{[v.path for v in variables]} in a train step that is traced. "
-            "They stay as they are in a window in which no other train step "
-            "has any for them.",
-            AccumkitWarning,
-            stacklevel=2,
-        )
-
-
-def _scalar(value: int, name: str) -> Any:
-    return keras.Variable(
-        value,
-        dtype="int32",
-        trainable=False,
-        autocast=False,
-        aggregation="only_first_replica",
-        name=name,
-    )
+            known = self.optimizer, self._sums, divisor
+            with optimizing.recorded(self.recorder, *known):
+                optimizing.step(strategy, *known, variables, got, flags or {})
+        self._counts.empty()

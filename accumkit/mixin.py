@@ -197,8 +197,7 @@ class AccumulationMixin:
         if getattr(model, "optimizer", None) is None:
             return 0
         backend.sync(model)
-        count: Any = model.optimizer.iterations
-        return int(count.numpy() if hasattr(count, "numpy") else count)
+        return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
 
     @property
     def open_micro_batches(self) -> int:

@@ -89,7 +89,8 @@ class RemainderCallback(keras.callbacks.Callback):
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()
         self._warn_if_never_full(model)
-        self._steps = model.optimizer_steps
+        if model._accumulation.active:
+            self._steps = model.optimizer_steps
         resuming.warn(self.others, model)
 
     def _share(self, model: Any) -> dict[str, int | None]:

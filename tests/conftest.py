@@ -4,6 +4,7 @@ import atexit
 import collections
 import gc
 import importlib.metadata
+import itertools
 import os
 import shutil
 import tempfile
@@ -49,6 +50,7 @@ MODES = {
     },
     "torch": {"eager": {}},
 }[keras.config.backend()]
+TESTS = itertools.count(1)
 # What `compile` chooses on a CPU.
 DEFAULT = {"tensorflow": "graph", "jax": "jit", "torch": "eager"}[
     keras.config.backend()
@@ -66,7 +68,9 @@ def clean():
     """Each test starts from the same seed and leaves no global state."""
     keras.utils.set_random_seed(7)
     yield
-    keras.utils.clear_session()
+    # Collecting takes half a second where a framework has traced a lot: a
+    # third of all the time, if it were done after each test.
+    keras.utils.clear_session(free_memory=next(TESTS) % 25 == 0)
 
 
 @pytest.fixture

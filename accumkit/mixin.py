@@ -197,7 +197,7 @@ class AccumulationMixin:
         if getattr(model, "optimizer", None) is None:
             return 0
         backend.sync(model)
-        return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        return int(keras.ops.convert_to_tensor(model.optimizer.iterations))
 
     @property
     def open_micro_batches(self) -> int:

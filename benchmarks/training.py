@@ -159,7 +159,12 @@ class Trial:
 
             rule = accumkit.AccumulationOptimizer(rule, count)
         model = kind(inputs, outputs)
-        model.compile(optimizer=rule, loss=self._workload.loss, **options)
+        model.compile(
+            optimizer=rule,
+            loss=self._workload.loss,
+            metrics=["accuracy"],
+            **options,
+        )
         return model
 
 

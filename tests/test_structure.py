@@ -37,6 +37,7 @@ FOUNDATION = {
     "checks",
     "class_checks",
     "denominators",
+    "joined_outputs",
     "keras_internals",
     "messages",
     "observation",

@@ -65,6 +65,16 @@ def overrides_compute_metrics(model: Any) -> bool:
     return type(model).compute_metrics is not keras.Model.compute_metrics
 
 
+def has_metrics(model: Any) -> bool:
+    """Whether `update_metrics` has anything to do."""
+    metrics = _compiled_metrics(model)
+    return metrics is not None or overrides_compute_metrics(model)
+
+
+def _compiled_metrics(model: Any) -> Any:
+    return private(model, "_compile_metrics")
+
+
 def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
     """Updates the metrics of a piece whose results nobody reads.
 
@@ -75,7 +85,7 @@ def update_metrics(model: Any, batch: Any, y_pred: Any) -> None:
     if overrides_compute_metrics(model):
         model.compute_metrics(x, y, y_pred, sample_weight=weights)
         return
-    metrics = private(model, "_compile_metrics")
+    metrics = _compiled_metrics(model)
     if metrics is not None:
         metrics.update_state(y, y_pred, weights)
 

@@ -23,6 +23,7 @@ class Full(NamedTuple):
         structure: Of the batch; which leaf is which.
         number: How many pieces there are.
         size: Samples in a piece.
+        in_order: Whether the pieces, one after the other, are the batch.
     """
 
     stacked: list[Any]
@@ -30,6 +31,7 @@ class Full(NamedTuple):
     structure: Any
     number: int
     size: int
+    in_order: bool
 
     def piece(self, index: Any, dense: list[Any]) -> Any:
         """Puts a piece together.
@@ -111,11 +113,14 @@ def cut(
         structure,
         full,
         shares * each,
+        shares == 1,
     )
     return pieces, last, count
 
 
-def loop(body: Callable[[Any, Any], Any], carry: Any, full: Full) -> Any:
+def loop(
+    body: Callable[[Any, Any], Any], carry: Any, full: Full
+) -> tuple[Any, Any]:
     """Runs `body` over the full pieces: `lax.scan`.
 
     Unrolled where XLA runs the body faster outside a loop: on a CPU
@@ -123,30 +128,46 @@ def loop(body: Callable[[Any, Any], Any], carry: Any, full: Full) -> Any:
     and run several times slower; matrix products do not.
 
     Args:
-        body: `(carry, piece) -> carry`.
+        body: `(carry, piece) -> (carry, outputs)`; None for outputs that are
+            not to be kept.
         carry: What the first piece takes over.
         full: What `cut` returned.
 
     Returns:
-        What the last piece hands on.
+        What the last piece hands on, and the outputs of all, joined; None if
+        they were not kept.
     """
     if full.number == 0:
-        return carry
+        return carry, None
 
-    def one(carry: Any, given: Any) -> tuple[Any, None]:
+    def one(carry: Any, given: Any) -> tuple[Any, Any]:
         index, dense = given
-        return body(carry, full.piece(index, dense)), None
+        return body(carry, full.piece(index, dense))
 
     def given(index: int) -> Any:
         return index, [v[index] for v in full.stacked]
 
     if jax.default_backend() == "cpu" and full.number <= _MOST_UNROLLED:
         if "conv_general_dilated" in str(jax.make_jaxpr(one)(carry, given(0))):
+            kept = []
             for index in range(full.number):
-                carry, _ = one(carry, given(index))
-            return carry
-    carry, _ = jax.lax.scan(one, carry, (jnp.arange(full.number), full.stacked))
-    return carry
+                carry, outputs = one(carry, given(index))
+                kept.append(outputs)
+            return carry, None if kept[0] is None else joined(kept)
+    given = jnp.arange(full.number), full.stacked
+    carry, outputs = jax.lax.scan(one, carry, given)
+    return carry, jax.tree.map(
+        lambda v: jnp.reshape(v, (-1, *v.shape[2:])), outputs
+    )
+
+
+def joined(outputs: list[Any]) -> Any:
+    """The outputs of a batch from those of its pieces, in order.
+
+    Args:
+        outputs: Of some pieces each, of one structure.
+    """
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
 def _known_after(carry: Any) -> Any:

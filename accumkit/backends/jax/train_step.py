@@ -9,7 +9,13 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from accumkit import keras_internals, observation, recording, weighting
+from accumkit import (
+    joined_outputs,
+    keras_internals,
+    observation,
+    recording,
+    weighting,
+)
 from accumkit.accumulation import Accumulation
 from accumkit.backends.jax import pieces
 from accumkit.backends.jax.window import Window
@@ -108,16 +114,22 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
             state, part, y_pred = _micro_batch(
                 model, fixed, state, piece, samples
             )
+            if full.in_order and joined_outputs.are_kept(model, y_pred):
+                return (state, *_summed(sums, part)), y_pred
             state = _update_metrics(model, state, piece, y_pred)
-            return (state, *_summed(sums, part))
+            return (state, *_summed(sums, part)), None
 
-        carry = pieces.loop(body, (state, zero, zero), full)
-        (state, *sums), batch = last(carry)
-        if batch is not None:
+        carry, kept = pieces.loop(body, (state, zero, zero), full)
+        (state, *sums), rest = last(carry)
+        if rest is not None:
             state, part, y_pred = _micro_batch(
-                model, fixed, state, batch, samples
+                model, fixed, state, rest, samples
             )
             sums = _summed(sums, part)
+        if kept is None:
+            batch = rest
+        else:
+            y_pred = kept if rest is None else pieces.joined([kept, y_pred])
         loss = _mean(*sums)
     state, logs = _logs(model, state, batch, y_pred, loss, samples)
     others, metrics, values = state
@@ -212,7 +224,7 @@ def _update_metrics(model: Any, state: Any, batch: Any, y_pred: Any) -> Any:
 def _logs(
     model: Any, state: Any, batch: Any, y_pred: Any, loss: Any, samples: Any
 ) -> tuple[Any, Any]:
-    """Updates the metrics with the last piece, if it is still to come."""
+    """Updates the metrics with what they have not seen yet, if anything."""
     others, metrics, values = state
     mapping = list(zip(model.metrics_variables, metrics, strict=True))
     with keras.StatelessScope(mapping) as scope:

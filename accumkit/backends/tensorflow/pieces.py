@@ -51,33 +51,81 @@ def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
 
 
 def loop(
-    body: Callable[[Any, Any, Any], Any], carry: list[Any], full: Any
-) -> list[Any]:
+    body: Callable[[Any, Any, Any], Any],
+    carry: list[Any],
+    full: Any,
+    outputs: Callable[[Any], Any],
+) -> tuple[list[Any], Any]:
     """Runs `body` over the full pieces, one after the other.
 
     Args:
-        body: `(carry, piece, index) -> carry`.
+        body: `(carry, piece, index) -> (carry, outputs)`; None for outputs
+            that are not to be kept.
         carry: Tensors that the first piece takes over.
         full: What `cut` returned.
+        outputs: `piece -> outputs`, as `body` returns them. The loop of a graph
+            must know what they look like before it has computed any.
 
     Returns:
-        What the last piece hands on.
+        What the last piece hands on, and the outputs of all, joined; None if
+        they were not kept.
     """
     rows, before, size = full
     if isinstance(before, int) and before == 0:
-        return carry
+        return carry, None
+    if tf.executing_eagerly():
+        several = []
+        for index in range(before):
+            piece = _full(rows, index * size, size)
+            carry, y_pred = body(carry, piece, index)
+            several.append(y_pred)
+        return carry, None if several[0] is None else joined(several)
+    like: Any = None
 
-    def one(index: Any, *carried: Any) -> tuple[Any, ...]:
+    def look() -> None:
+        nonlocal like
+        like = outputs(_full(rows, 0, size))
+
+    # Traced, and never run.
+    tf.function(look, autograph=False).get_concrete_function()
+    leaves = [] if like is None else keras.tree.flatten(like)
+    kept = [
+        tf.TensorArray(leaf.dtype, before, element_shape=leaf.shape)
+        for leaf in leaves
+    ]
+
+    def one(index: Any, kept: Any, *carried: Any) -> tuple[Any, ...]:
         piece = _full(rows, index * size, size)
-        return index + 1, *body(list(carried), piece, index)
+        new, y_pred = body(list(carried), piece, index)
+        if kept:
+            flat = keras.tree.flatten(y_pred)
+            kept = [k.write(index, v) for k, v in zip(kept, flat, strict=True)]
+        return index + 1, kept, *new
 
-    _, *carry = tf.while_loop(
+    _, kept, *carry = tf.while_loop(
         lambda index, *_: index < before,
         one,
-        [0, *carry],
+        [0, kept, *carry],
         parallel_iterations=1,
     )
-    return carry
+    if not leaves:
+        return carry, None
+    stacked = [
+        tf.reshape(array.stack(), [-1, *leaf.shape[1:]])
+        for array, leaf in zip(kept, leaves, strict=True)
+    ]
+    return carry, keras.tree.pack_sequence_as(like, stacked)
+
+
+def joined(outputs: list[Any]) -> Any:
+    """The outputs of a batch from those of its pieces, in order.
+
+    Args:
+        outputs: Of some pieces each, of one structure.
+    """
+    return keras.tree.map_structure(
+        lambda *leaves: tf.concat(leaves, 0), *outputs
+    )
 
 
 def telling_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,10 +133,7 @@ def telling_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: A train function whose graph may find out only when it runs
-            that a batch cannot be cut.
-
-    Returns:
-        The function, raising `ValueError` for that with the lengths in it.
+            that a batch cannot be cut; the result raises `ValueError` then.
     """
 
     def train_function(*args: Any) -> Any:

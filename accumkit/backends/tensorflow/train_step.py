@@ -7,7 +7,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumkit import keras_internals, observation, recording, weighting
+from accumkit import (
+    joined_outputs,
+    keras_internals,
+    observation,
+    recording,
+    weighting,
+)
 from accumkit.accumulation import Accumulation
 from accumkit.backends.tensorflow import pieces
 from accumkit.backends.tensorflow.window import Window
@@ -90,19 +96,36 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
             batch, accumulation.micro_batch_size, model.jit_compile
         )
 
-        def body(carry: list[Any], piece: Any, index: Any) -> list[Any]:
+        def keep(y_pred: Any) -> bool:
+            # A replica's metrics are assigned in the middle of its train step.
+            one = model.distribute_strategy.num_replicas_in_sync == 1
+            return one and joined_outputs.are_kept(model, y_pred)
+
+        def outputs(piece: Any) -> Any:
+            if not keras_internals.has_metrics(model):
+                return None
+            y_pred = keras_internals.forward(model, piece[0])
+            return y_pred if keep(y_pred) else None
+
+        def body(carry: list[Any], piece: Any, index: Any) -> Any:
             part, y_pred = _micro_batch(
                 model, accumulation, piece, samples, index
             )
+            if keep(y_pred):
+                return _summed(carry, part), y_pred
             keras_internals.update_metrics(model, piece, y_pred)
-            return _summed(carry, part)
+            return _summed(carry, part), None
 
         zero = tf.zeros((), keras.config.floatx())
-        carry = pieces.loop(body, [zero, zero], full)
-        batch = last(carry)
+        carry, kept = pieces.loop(body, [zero, zero], full, outputs)
+        rest = last(carry)
         part, y_pred = _micro_batch(
-            model, accumulation, batch, samples, count - 1
+            model, accumulation, rest, samples, count - 1
         )
+        if kept is None:
+            batch = rest
+        else:
+            y_pred = pieces.joined([kept, y_pred])
         loss, divisor = _summed(carry, part)
         loss = _mean(loss, None if part.divisor is None else divisor)
     keras_internals.loss_tracker(model).update_state(

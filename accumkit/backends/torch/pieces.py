@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import torch
 
 from accumkit import checks
 
@@ -38,17 +39,33 @@ def cut(batch: Any, size: int) -> tuple[list[Any], Any, int]:
 
 def loop(
     body: Callable[[Any, Any, int], Any], carry: Any, full: list[Any]
-) -> Any:
+) -> tuple[Any, list[Any]]:
     """Runs `body` over the full pieces, one after the other.
 
     Args:
-        body: `(carry, piece, index) -> carry`.
+        body: `(carry, piece, index) -> (carry, outputs)`; None for outputs
+            that are not to be kept.
         carry: What the first piece takes over.
         full: What `cut` returned.
 
     Returns:
-        What the last piece hands on.
+        What the last piece hands on, and the outputs that were kept.
     """
+    kept = []
     for index, piece in enumerate(full):
-        carry = body(carry, piece, index)
-    return carry
+        carry, outputs = body(carry, piece, index)
+        if outputs is not None:
+            # Without the graph that computed them.
+            kept.append(keras.tree.map_structure(torch.detach, outputs))
+    return carry, kept
+
+
+def joined(outputs: list[Any]) -> Any:
+    """The outputs of a batch from those of its pieces, in order.
+
+    Args:
+        outputs: Of each piece, of one structure.
+    """
+    return keras.tree.map_structure(
+        lambda *leaves: torch.cat([v.detach() for v in leaves]), *outputs
+    )

@@ -8,7 +8,13 @@ from typing import Any
 import keras
 import torch
 
-from accumkit import keras_internals, observation, recording, weighting
+from accumkit import (
+    joined_outputs,
+    keras_internals,
+    observation,
+    recording,
+    weighting,
+)
 from accumkit.accumulation import Accumulation
 from accumkit.backends.torch import pieces
 from accumkit.backends.torch.window import Window
@@ -105,14 +111,19 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
             part, y_pred = _micro_batch(
                 model, accumulation, piece, samples, index
             )
+            if joined_outputs.are_kept(model, y_pred):
+                return _summed(sums, part), y_pred
             keras_internals.update_metrics(model, piece, y_pred)
-            return _summed(sums, part)
+            return _summed(sums, part), None
 
-        sums = pieces.loop(body, (0.0, None), full)
-        batch = last
+        sums, kept = pieces.loop(body, (0.0, None), full)
         part, y_pred = _micro_batch(
-            model, accumulation, batch, samples, count - 1
+            model, accumulation, last, samples, count - 1
         )
+        if kept:
+            y_pred = pieces.joined([*kept, y_pred])
+        else:
+            batch = last
         loss = _mean(*_summed(sums, part))
     keras_internals.loss_tracker(model).update_state(
         loss, sample_weight=samples

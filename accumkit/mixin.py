@@ -197,7 +197,9 @@ class AccumulationMixin:
         if getattr(model, "optimizer", None) is None:
             return 0
         backend.sync(model)
-        return int(keras.ops.convert_to_tensor(model.optimizer.iterations))
+        count = keras.ops.convert_to_tensor(model.optimizer.iterations)
+        # TensorFlow's have no `item`; torch's `numpy` needs them on the CPU.
+        return int(count.item() if hasattr(count, "item") else count.numpy())
 
     @property
     def open_micro_batches(self) -> int:

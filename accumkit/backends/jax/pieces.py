@@ -154,8 +154,8 @@ def loop(
                 carry, outputs = one(carry, given(index))
                 kept.append(outputs)
             return carry, None if kept[0] is None else joined(kept)
-    given = jnp.arange(full.number), full.stacked
-    carry, outputs = jax.lax.scan(one, carry, given)
+    pieces = jnp.arange(full.number), full.stacked
+    carry, outputs = jax.lax.scan(one, carry, pieces)
     return carry, jax.tree.map(
         lambda v: jnp.reshape(v, (-1, *v.shape[2:])), outputs
     )

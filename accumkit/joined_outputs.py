@@ -16,22 +16,23 @@ from accumkit import keras_internals
 MOST = 4096
 
 
-def are_kept(model: Any, y_pred: Any) -> bool:
+def are_kept(model: Any, rows: Any, y_pred: Any) -> bool:
     """Whether the outputs of pieces are kept for the metrics.
 
     Args:
         model: The model.
-        y_pred: The outputs of a piece, with the batch as first axis. A mask
-            on one would not be kept with it.
+        rows: Samples in a piece.
+        y_pred: The outputs of a piece. Only what has a row for each sample can
+            be joined, and a mask on it would be lost.
     """
     if not keras_internals.has_metrics(model):
         return False
-    leaves = keras.tree.flatten(y_pred)
-    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
-    masks = [keras_internals.get_keras_mask(leaf) for leaf in leaves]
-    if not all(shapes) or any(mask is not None for mask in masks):
-        return False
-    sizes: list[Any] = [n for shape in shapes for n in (shape or ())[1:]]
-    return None not in sizes and MOST >= sum(
-        math.prod((shape or ())[1:]) for shape in shapes
-    )
+    numbers = 0
+    for leaf in keras.tree.flatten(y_pred):
+        shape: tuple[Any, ...] = tuple(getattr(leaf, "shape", None) or ())
+        if not shape or None in shape or shape[0] != rows:
+            return False
+        if keras_internals.get_keras_mask(leaf) is not None:
+            return False
+        numbers += math.prod(shape[1:])
+    return numbers <= MOST

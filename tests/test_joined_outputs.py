@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from models import Net
 
+import accumkit
 from accumkit import joined_outputs
 
 ROWS = 30
@@ -93,15 +94,48 @@ def test_an_override_sees_the_batch(mode):
         np.testing.assert_allclose(ours[name], values, rtol=1e-5)
 
 
+class Table(accumkit.AccumulationMixin, keras.Model):
+    """One output has a row for each class instead of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return [self.dense(x), keras.ops.ones((3, 2))]
+
+
+def test_outputs_that_are_not_of_samples(mode):
+    """They are not joined: stock Keras's metric sees three rows."""
+
+    def entries(y_true, y_pred):
+        return keras.ops.cast(keras.ops.shape(y_pred)[0], "float32")
+
+    logs = {}
+    for options in ({}, {"micro_batch_size": 4, **mode}):
+        keras.utils.set_random_seed(1)
+        model = Table()
+        x = np.ones((16, 2), "float32")
+        y = [np.ones((16, 3), "float32"), np.ones((16, 2), "float32")]
+        model.compile(
+            "sgd", ["mse", None], metrics=[["mae"], [entries]], **options
+        )
+        logs[len(options)] = model.fit(x, y, batch_size=16, verbose=0).history
+    stock, ours = logs.values()
+    assert any("entries" in name for name in stock)
+    assert ours == {k: pytest.approx(v) for k, v in stock.items()}
+
+
 def test_what_is_kept():
     plain, bare = (two_outputs(Net) for _ in range(2))
     plain.compile("sgd", "mse", metrics=["mae", "mae"])
     bare.compile("sgd", "mse")
-    small = np.zeros((2, 4, 4), "float32")
     plain.train_on_batch(np.zeros((2, 6)), [np.zeros((2, 5)), np.zeros((2, 1))])
-    assert joined_outputs.are_kept(plain, [small, small])
-    assert not joined_outputs.are_kept(bare, [small, small])
-    large = np.zeros((1, joined_outputs.MOST), "float32")
-    assert joined_outputs.are_kept(plain, large)
-    assert not joined_outputs.are_kept(plain, [large, small])
-    assert not joined_outputs.are_kept(plain, np.float32(0))  # no batch axis
+    small = np.zeros((2, 4, 4), "float32")
+    assert joined_outputs.are_kept(plain, 2, [small, small])
+    assert not joined_outputs.are_kept(bare, 2, [small, small])
+    large = np.zeros((2, joined_outputs.MOST), "float32")
+    assert joined_outputs.are_kept(plain, 2, large)
+    assert not joined_outputs.are_kept(plain, 2, [large, small])
+    assert not joined_outputs.are_kept(plain, 2, [small, small[:1]])
+    assert not joined_outputs.are_kept(plain, 2, np.float32(0))

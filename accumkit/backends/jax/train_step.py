@@ -114,7 +114,9 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
             state, part, y_pred = _micro_batch(
                 model, fixed, state, piece, samples
             )
-            if full.in_order and joined_outputs.are_kept(model, y_pred):
+            if full.in_order and joined_outputs.are_kept(
+                model, full.size, y_pred
+            ):
                 return (state, *_summed(sums, part)), y_pred
             state = _update_metrics(model, state, piece, y_pred)
             return (state, *_summed(sums, part)), None

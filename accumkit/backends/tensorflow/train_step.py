@@ -99,7 +99,8 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
         def keep(y_pred: Any) -> bool:
             # A replica's metrics are assigned in the middle of its train step.
             one = model.distribute_strategy.num_replicas_in_sync == 1
-            return one and joined_outputs.are_kept(model, y_pred)
+            rows = accumulation.micro_batch_size
+            return one and joined_outputs.are_kept(model, rows, y_pred)
 
         def outputs(piece: Any) -> Any:
             if not keras_internals.has_metrics(model):

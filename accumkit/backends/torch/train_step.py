@@ -111,7 +111,8 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
             part, y_pred = _micro_batch(
                 model, accumulation, piece, samples, index
             )
-            if joined_outputs.are_kept(model, y_pred):
+            rows = observation.batch_size(piece[0])
+            if joined_outputs.are_kept(model, rows, y_pred):
                 return _summed(sums, part), y_pred
             keras_internals.update_metrics(model, piece, y_pred)
             return _summed(sums, part), None

@@ -12,8 +12,9 @@ import keras
 
 from accumkit import keras_internals
 
-# Numbers in the outputs of a sample; 1,000 classes fit in, a token's do not.
-MOST = 4096
+# Numbers in the outputs of a sample: 1,000 classes fit in, 4 kB; those of each
+# token do not.
+MOST = 1024
 
 
 def are_kept(model: Any, rows: Any, y_pred: Any) -> bool:

@@ -178,6 +178,8 @@ def _known_after(carry: Any) -> Any:
     """
     leaves = [v for v in jax.tree.leaves(carry) if v.size]
     leaves = [v for v in leaves if jnp.issubdtype(v.dtype, jnp.inexact)]
+    if not leaves:
+        return 0
     some = [jnp.ravel(v)[0].astype("float32") for v in leaves]
     bits = jax.lax.bitcast_convert_type(jnp.stack(some), jnp.uint32)
     return (jnp.bitwise_or.reduce(bits & 1) >> 1).astype("int32")

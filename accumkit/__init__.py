@@ -7,6 +7,9 @@ from accumkit._version import __version__ as __version__
 if not _start.main_job_starts():
     from accumkit import callbacks as callbacks
     from accumkit import plotting as plotting
+    from accumkit.batch_normalization_recomputation import (
+        recompute_batch_normalization as recompute_batch_normalization,
+    )
     from accumkit.messages import AccumkitWarning as AccumkitWarning
     from accumkit.mixin import AccumulationMixin as AccumulationMixin
     from accumkit.optimizer import (
@@ -23,4 +26,5 @@ __all__ = [
     "callbacks",
     "optimizer_steps",
     "plotting",
+    "recompute_batch_normalization",
 ]

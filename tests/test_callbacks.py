@@ -494,8 +494,5 @@ def test_all_together(tmp_path):
 
 def test_stack_has_no_active_layer():
     assert (
-        accumkit.callbacks.batch_normalization_check.active_layers(
-            Stack([layers.Dense(1)])
-        )
-        == {}
+        accumkit.batch_statistics.active_layers(Stack([layers.Dense(1)])) == {}
     )

@@ -44,6 +44,10 @@ class TrainStep(Protocol):
         """Makes the model's variables readable in the middle of `fit`."""
         ...
 
+    def keeping_randomness(self) -> AbstractContextManager[None]:
+        """A context that draws no random numbers from the framework."""
+        ...
+
 
 class Window(Protocol):
     """Sums of gradients on their way to one optimizer step.

@@ -9,6 +9,9 @@ from accumkit.callbacks.accumulation_scheduler import (
 from accumkit.callbacks.batch_normalization_check import (
     BatchNormalizationCheck as BatchNormalizationCheck,
 )
+from accumkit.callbacks.batch_normalization_recomputation import (
+    BatchNormalizationRecomputation as BatchNormalizationRecomputation,
+)
 from accumkit.callbacks.effective_step_logger import (
     EffectiveStepLogger as EffectiveStepLogger,
 )
@@ -19,6 +22,7 @@ from accumkit.callbacks.learning_rate_schedule_adjuster import (
 __all__ = [
     "AccumulationScheduler",
     "BatchNormalizationCheck",
+    "BatchNormalizationRecomputation",
     "EffectiveStepLogger",
     "LearningRateScheduleAdjuster",
     "OptimizerRemainder",

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from accumkit import checks, keras_internals
+from accumkit import batch_statistics, checks
 from accumkit.messages import AccumkitWarning
 from accumkit.mixin import AccumulationMixin
 
@@ -76,7 +76,7 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
         """Looks for layers and acts."""
         model: Any = self.model
         self._updates = self._count(model)
-        layers = active_layers(model)
+        layers = batch_statistics.active_layers(model)
         if not layers or self._updates == 1:
             return
         if self.action == "raise":
@@ -104,7 +104,7 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
             self._restore()
             self._updates = updates
             if updates != 1:
-                self._rescale(model, active_layers(model))
+                self._rescale(model, batch_statistics.active_layers(model))
 
     def on_fit_exit(self) -> None:
         """Restores the layers, also after an exception."""
@@ -174,20 +174,3 @@ _REMEDIES = (
     "allows, or repair the moving averages with "
     "`BatchNormalizationCheck(action='rescale_momentum')`."
 )
-
-
-def active_layers(model: Any) -> dict[str, Any]:
-    """Returns the BatchNormalization layers that training would update.
-
-    Args:
-        model: A model, built or not.
-
-    Returns:
-        Layers by path (`"backbone/block/bn"`), in the model's order.
-    """
-    return {
-        path: layer
-        for path, layer in keras_internals.all_layers(model).items()
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-    }

@@ -147,6 +147,12 @@ def sync(model: Any) -> None:
     model.jax_state_sync()
 
 
+@contextlib.contextmanager
+def keeping_randomness() -> Iterator[None]:
+    """Nothing to keep: Keras draws from states that are variables."""
+    yield
+
+
 def _micro_batch(
     model: Any, fixed: Any, state: Any, batch: Any, samples: Any
 ) -> tuple[Any, weighting.MicroBatch, Any]:

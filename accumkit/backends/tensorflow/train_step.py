@@ -144,6 +144,12 @@ def sync(model: Any) -> None:
     """Nothing to do: variables are always readable."""
 
 
+@contextlib.contextmanager
+def keeping_randomness() -> Iterator[None]:
+    """Nothing to keep: Keras draws from states that are variables."""
+    yield
+
+
 def _micro_batch(
     model: Any,
     accumulation: Accumulation,

@@ -139,6 +139,13 @@ def sync(model: Any) -> None:
     """Nothing to do: variables are always readable."""
 
 
+@contextlib.contextmanager
+def keeping_randomness() -> Iterator[None]:
+    """Puts back the generators that `Dropout` without a seed draws from."""
+    with torch.random.fork_rng():
+        yield
+
+
 def _micro_batch(
     model: Any,
     accumulation: Accumulation,

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from accumkit import batch_statistics, checks, kept_state, keras_internals
-from accumkit.backends import backend
+from accumkit.backends import backend, randomness
 
 
 def recompute_batch_normalization(
@@ -69,7 +69,7 @@ def recompute_batch_normalization(
     scope = contextlib.nullcontext() if strategy is None else strategy.scope()
     with scope:
         passes = _ForwardPasses(model, layers)
-    with kept_state.kept(model):
+    with kept_state.kept(model, randomness):
         try:
             found = passes.predict(
                 x, batch_size=batch_size, steps=steps, verbose=0
@@ -131,7 +131,8 @@ class _ForwardPasses(keras.Model):
     def call(self, inputs: Any) -> dict[str, Any]:
         rows: dict[str, Any] = {}
 
-        def note(path: str, *statistics: Any) -> None:
+        def note(path: str, *given: Any) -> None:
+            *statistics, _ = given
             row = [ops.expand_dims(v, 0) for v in statistics]
             if path in rows:
                 # A layer that is called several times.

@@ -29,7 +29,7 @@ def active_layers(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def observed(
-    layers: dict[str, Any], note: Callable[[str, Any, Any, Any], None]
+    layers: dict[str, Any], note: Callable[[str, Any, Any, Any, Any], None]
 ) -> Iterator[None]:
     """Notes mean and variance of what goes through layers in training mode.
 
@@ -39,9 +39,10 @@ def observed(
 
     Args:
         layers: BatchNormalization layers by path.
-        note: `(path, count, mean, variance)`, called after each call of a
-            layer in training mode: how many values of each channel there were,
-            a scalar, and their moments, of shape `(channels,)`.
+        note: `(path, count, mean, variance, before)`, called after each call
+            of a layer in training mode: how many values of each channel there
+            were, a scalar; their moments, of shape `(channels,)`; and the
+            moving mean and variance before.
     """
     originals = {path: layer.call for path, layer in layers.items()}
 
@@ -49,16 +50,18 @@ def observed(
         def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
             if not (training and layer.trainable):
                 return originals[path](inputs, training=training, mask=mask)
+            moving = layer.moving_mean, layer.moving_variance
+            # Copies: on torch a variable is changed in place.
+            before = [ops.copy(v) for v in moving]
             momentum = layer.momentum
             layer.momentum = 0.0
             try:
                 outputs = originals[path](inputs, training=True, mask=mask)
             finally:
                 layer.momentum = momentum
-            # Copies: on torch a variable is changed in place.
-            mean = ops.copy(layer.moving_mean)
-            variance = ops.copy(layer.moving_variance)
-            note(path, _count(layer, inputs, mask), mean, variance)
+            count = _count(layer, inputs, mask)
+            mean, variance = (ops.copy(v) for v in moving)
+            note(path, count, mean, variance, before)
             return outputs
 
         return call

@@ -6,6 +6,7 @@ from typing import Any
 
 REMAINDERS = ("apply", "carry", "drop")
 WEIGHTINGS = ("exact", "uniform")
+LOSS_OVER = ("micro_batch", "batch")
 
 
 def count(name: str, value: Any, minimum: int = 1) -> int:
@@ -52,6 +53,28 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
             f"Leave it out for {allowed[0]!r}."
         )
     return value
+
+
+def loss_over(value: Any, micro_batch_size: int | None) -> None:
+    """Raises if there is nothing that the loss could be over.
+
+    Args:
+        value: What the loss is to see.
+        micro_batch_size: Samples in a piece of a batch, or None.
+
+    Raises:
+        ValueError: If it is unknown, or batches are not cut into pieces.
+    """
+    choice("loss_over", value, LOSS_OVER)
+    if value == "batch" and micro_batch_size is None:
+        raise ValueError(
+            "`loss_over='batch'` needs `micro_batch_size`: it has the loss see "
+            "the outputs of all the pieces of a batch, and without "
+            "`micro_batch_size` a batch is not cut. Received: loss_over="
+            "'batch' and micro_batch_size=None. Pass `micro_batch_size=m`, "
+            "the samples that fit into memory, and the large batch as "
+            "`batch_size` of `fit`."
+        )
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:

@@ -67,7 +67,8 @@ def weight_of(
         return Weight(samples)
     if not observations:
         return _without_compiled_loss(model, accumulation, samples)
-    _warn_of_coupling(observations, warned)
+    if not accumulation.over_batch:
+        _warn_of_coupling(observations, warned)
     first = observations[0]
     kinds = {o.kind for o in observations}
     if kinds == {"sum"}:
@@ -94,8 +95,9 @@ def weight_of(
         "denominators",
         f"The losses of the outputs {names} are averaged over different "
         "numbers of values in each micro-batch. One window cannot weight both "
-        "exactly; micro-batches are weighted by their number of samples. For "
-        "other weights override `accumulation_weight` in the model.",
+        "exactly; micro-batches are weighted by their number of samples. "
+        "`compile(micro_batch_size=..., loss_over='batch')` is exact within a "
+        "batch; for other weights override `accumulation_weight` in the model.",
         stacklevel=2,
     )
     return Weight(samples)
@@ -129,8 +131,8 @@ def _warn_of_coupling(
         "of the large batch. Micro-batches are weighted by their number of "
         "samples, which is right for a plain mean. If the loss divides by a "
         "count of its own, return that from `accumulation_weight` in the "
-        "model, or let the loss return a value per sample; a loss that "
-        "couples samples (contrastive, Dice over the batch) cannot be made "
-        "equal.",
+        "model, or let the loss return a value per sample; for a loss that "
+        "couples samples (contrastive, Dice over the batch) use "
+        "`compile(micro_batch_size=..., loss_over='batch')`.",
         stacklevel=2,
     )

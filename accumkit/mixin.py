@@ -31,10 +31,12 @@ class AccumulationMixin:
     Both compose: N batches, each cut into pieces. With neither, training is
     stock Keras to the bit.
 
+    A loss that couples the samples of a batch (contrastive, Dice) is exact
+    within a batch with `loss_over="batch"`: it sees the outputs of all pieces.
+
     What cannot be made equal to the large batch: BatchNormalization in
-    training mode (its statistics are those of a micro-batch), losses that
-    couple the samples of a batch (contrastive, Dice), and randomness drawn
-    per call (dropout draws other masks).
+    training mode (its statistics are those of a micro-batch), coupling losses
+    across batches, and randomness drawn per call (dropout draws other masks).
 
     Example:
 
@@ -70,6 +72,7 @@ class AccumulationMixin:
         micro_batch_size: int | None = None,
         remainder: str = "apply",
         weighting: str = "exact",
+        loss_over: str = "micro_batch",
         **kwargs: Any,
     ) -> None:
         """Configures the model for training, as its own `compile` does.
@@ -94,14 +97,21 @@ class AccumulationMixin:
                 weights), as the large batch. `"uniform"`: the mean of the
                 micro-batch means, as Keras's own
                 `gradient_accumulation_steps`. Defaults to `"exact"`.
+            loss_over: What the loss sees, with `micro_batch_size`.
+                `"micro_batch"`: the outputs of a piece at a time.
+                `"batch"`: those of the whole batch, for losses that couple
+                its samples (contrastive, Dice) or average outputs over unlike
+                numbers of values; the model still runs on m samples at a
+                time, and once more forward. Defaults to `"micro_batch"`.
             **kwargs: Keyword arguments, handed on likewise.
 
         Raises:
             TypeError: If a number is not an integer.
-            ValueError: If a number is below 1, `remainder` or `weighting` is
-                unknown, the optimizer accumulates gradients itself, or the
-                class has a method that would bypass this train step or be
-                bypassed by it. The model is then as it was before.
+            ValueError: If a number is below 1, `remainder`, `weighting` or
+                `loss_over` is unknown, `loss_over="batch"` has no
+                `micro_batch_size`, the optimizer accumulates gradients
+                itself, or the class has a method that would bypass this train
+                step or be bypassed by it. The model is then as it was before.
         """
         steps = checks.count("accumulation_steps", accumulation_steps)
         if micro_batch_size is not None:
@@ -110,8 +120,9 @@ class AccumulationMixin:
             )
         checks.choice("remainder", remainder, checks.REMAINDERS)
         checks.choice("weighting", weighting, checks.WEIGHTINGS)
+        checks.loss_over(loss_over, micro_batch_size)
         state = Accumulation(
-            Options(steps, micro_batch_size, remainder, weighting)
+            Options(steps, micro_batch_size, remainder, weighting, loss_over)
         )
         before = dict(vars(self))
         super().compile(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +141,7 @@ class AccumulationMixin:
         if not state.active:
             return
         backend.check_options({"jit_compile": model.jit_compile})
-        if state.weighting == "exact":
+        if state.weighting == "exact" and not state.whole:
             checks.one_reduction(keras.tree.flatten(model.loss))
 
     def _check_accumulation(self, optimizer: Any, state: Accumulation) -> None:
@@ -333,6 +344,23 @@ class AccumulationMixin:
             raise class_checks.trained_without(type(self), setting)
         return super().compute_loss_and_updates(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch, as in Keras.
+
+        Args:
+            *args: As in Keras, handed on.
+            **kwargs: As in Keras, handed on.
+
+        Returns:
+            As in Keras.
+
+        Raises:
+            ValueError: If the two passes of `loss_over="batch"` differed.
+        """
+        logs = super().train_on_batch(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self._accumulation.check_passes()
+        return logs
+
     def make_train_function(self, force: bool = False) -> Any:
         """Creates the window's variables, then Keras's train function."""
         model: Any = self
@@ -351,7 +379,7 @@ class AccumulationMixin:
             backend.prepare(model, state)
         with self._with_window(True), backend.making_train_function(self):
             made = super().make_train_function(force)  # pyright: ignore[reportAttributeAccessIssue]
-        if not state.whole:
+        if state.accumulates:
             processes.watch(self)
         return made
 
@@ -433,7 +461,8 @@ class AccumulationMixin:
         own = super().non_trainable_variables  # pyright: ignore[reportAttributeAccessIssue]
         window = self._accumulation.window
         if self._window_travels and window is not None:
-            return own + window.traveling_variables
+            ours = self._accumulation.own_forward_variables
+            return own + ours + window.traveling_variables
         return own
 
     @contextlib.contextmanager

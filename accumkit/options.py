@@ -13,12 +13,14 @@ class Options:
         micro_batch_size: Samples in a piece of a batch, or None.
         remainder: What becomes of a window open at the end of an epoch.
         weighting: `"exact"` or `"uniform"`.
+        loss_over: What the loss sees, `"micro_batch"` or `"batch"`.
     """
 
     accumulation_steps: int = 1
     micro_batch_size: int | None = None
     remainder: str = "apply"
     weighting: str = "exact"
+    loss_over: str = "micro_batch"
 
     @property
     def is_default(self) -> bool:

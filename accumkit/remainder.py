@@ -12,7 +12,7 @@ from accumkit import (
     resuming,
     windows,
 )
-from accumkit.backends import processes
+from accumkit.backends import backend, processes
 
 
 class RemainderCallback(keras.callbacks.Callback):
@@ -38,6 +38,7 @@ class RemainderCallback(keras.callbacks.Callback):
         self.samples: int | None = None
         self.began = False
         self._steps = 0
+        self._looked = False
 
     def in_front_of(self, callbacks: Any, model: Any) -> Any:
         """Returns what to hand to `fit` as `callbacks`, this one in front.
@@ -84,7 +85,7 @@ class RemainderCallback(keras.callbacks.Callback):
         """Starts with an empty window; warns if none can ever be filled."""
         self.began = True
         model: Any = self.model
-        if not model._accumulation.whole:
+        if model._accumulation.accumulates:
             processes.check_fit(model, self._share(model))
         if model._accumulation.remainder != "carry":
             model.discard_accumulated_gradients()
@@ -140,6 +141,18 @@ class RemainderCallback(keras.callbacks.Callback):
             stacklevel=2,
         )
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Looks at the first batch: later that would wait for the device."""
+        if not self._looked:
+            self._looked = True
+            self._check_passes()
+
+    def _check_passes(self) -> None:
+        model: Any = self.model
+        if model._accumulation.comparison is not None:
+            backend.sync(model)
+            model._accumulation.check_passes()
+
     def on_test_begin(self, logs: Any = None) -> None:
         """Deals with the remainder before `fit` validates."""
         self._close()
@@ -152,6 +165,7 @@ class RemainderCallback(keras.callbacks.Callback):
     def _close(self) -> None:
         model: Any = self.model
         state = model._accumulation
+        self._check_passes()
         if state.active and not state.entered:
             self._check_bypassed(model, state.setting[0])
         remainder = state.remainder

@@ -73,11 +73,11 @@ def weigh(
     elif _share_is_known(accumulation, weight, replicas):
         # D is known beforehand: dividing each loss spares a pass over the
         # gradients, and values that are added up can stay whole.
-        share = _share(batch_size(batch[0]), samples, loss)
+        part = share(batch_size(batch[0]), samples, loss.dtype)
         whole = added_losses.summed_values(model)
-        objective = share * loss
+        objective = part * loss
         if whole is not None:
-            objective = share * (loss - whole) + whole
+            objective = part * (loss - whole) + whole
         contribution = objective
     else:
         divisor = _constant(weight.value)
@@ -100,11 +100,21 @@ def _share_is_known(
     return weight.proportional and not accumulation.across and replicas == 1
 
 
-def _share(part: Any, total: Any, like: Any) -> Any:
+def share(part: Any, total: Any, dtype: Any) -> Any:
+    """A piece's share of the samples of its batch.
+
+    Args:
+        part: Samples in the piece: an int or a scalar tensor.
+        total: Samples in the batch, likewise.
+        dtype: What it is to be, where it is a tensor.
+
+    Returns:
+        A number or a scalar tensor.
+    """
     if isinstance(part, int) and isinstance(total, int):
         return part / max(total, 1)
     total = ops.maximum(total, 1)
-    return ops.cast(part, like.dtype) / ops.cast(total, like.dtype)
+    return ops.cast(part, dtype) / ops.cast(total, dtype)
 
 
 def _constant(value: Any) -> Any:

@@ -35,6 +35,22 @@ def data(workload: Workload, windows: int) -> Arrays:
     return _DATA[workload.name](random, samples, **workload.sizes)
 
 
+def loss(workload: Workload) -> Any:
+    """The workload's loss, as ``compile`` takes it."""
+    return _LOSSES.get(workload.loss, workload.loss)
+
+
+def _info_nce(_: Any, y_pred: Any) -> Any:
+    a, b = keras.ops.split(y_pred, 2, axis=-1)
+    a, b = (keras.ops.normalize(v, axis=-1) for v in (a, b))
+    logits = keras.ops.matmul(a, keras.ops.transpose(b)) / 0.1
+    labels = keras.ops.arange(keras.ops.shape(logits)[0])
+    values = keras.losses.sparse_categorical_crossentropy(
+        labels, logits, from_logits=True
+    )
+    return keras.ops.mean(values)
+
+
 def _mlp(features: int, units: int) -> Graph:
     inputs = keras.Input((features,))
     x = layers.Dense(units, activation="relu")(inputs)
@@ -65,6 +81,23 @@ def _transformer(
     heads: int,
     hidden: int,
 ) -> Graph:
+    inputs, x = _encoded(vocabulary, length, width, blocks, heads, hidden)
+    return inputs, layers.Dense(2, activation="softmax")(x)
+
+
+def _contrastive(**sizes: int) -> Graph:
+    inputs, x = _encoded(**sizes)
+    return inputs, layers.Dense(128)(x)
+
+
+def _encoded(
+    vocabulary: int,
+    length: int,
+    width: int,
+    blocks: int,
+    heads: int,
+    hidden: int,
+) -> Graph:
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(inputs)
     for _ in range(blocks):
@@ -72,8 +105,14 @@ def _transformer(
         x = layers.LayerNormalization()(x + attention(x, x))
         y = layers.Dense(hidden, activation="relu")(x)
         x = layers.LayerNormalization()(x + layers.Dense(width)(y))
-    x = layers.GlobalAveragePooling1D()(x)
-    return inputs, layers.Dense(2, activation="softmax")(x)
+    return inputs, layers.GlobalAveragePooling1D()(x)
+
+
+def _segmentation(side: int, filters: int) -> Graph:
+    x = inputs = keras.Input((side, side, 1))
+    for count in (filters, 2 * filters, 2 * filters, filters):
+        x = layers.Conv2D(count, 3, padding="same", activation="relu")(x)
+    return inputs, layers.Conv2D(1, 1, activation="sigmoid")(x)
 
 
 def _embedding(vocabulary: int, length: int, width: int) -> Graph:
@@ -116,6 +155,13 @@ def _pictures(
     return x.reshape(samples, side, side, 1), y
 
 
+def _masks(
+    random: np.random.Generator, samples: int, side: int, **_: int
+) -> Arrays:
+    x = random.random((samples, side, side, 1), dtype=np.float32)
+    return x, (x > 0.5).astype("float32")
+
+
 def _texts(
     random: np.random.Generator,
     samples: int,
@@ -145,8 +191,12 @@ _GRAPHS: dict[str, Callable[..., Graph]] = {
     "cnn": _cnn,
     "transformer": _transformer,
     "embedding": _embedding,
+    "contrastive": _contrastive,
+    "segmentation": _segmentation,
     "bert": _bert,
 }
+
+_LOSSES = {"info_nce": _info_nce}
 
 _DATA: dict[str, Callable[..., Arrays]] = {
     "mlp": _vectors,
@@ -154,5 +204,7 @@ _DATA: dict[str, Callable[..., Arrays]] = {
     "cnn": _pictures,
     "transformer": _texts,
     "embedding": _texts,
+    "contrastive": _texts,
+    "segmentation": _masks,
     "bert": _bert_texts,
 }

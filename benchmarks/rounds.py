@@ -102,7 +102,9 @@ class Bench:
             self.result.systems[name] = SystemResult(
                 name,
                 checked=SYSTEMS[name].checked,
-                absent=SYSTEMS[name].excluded(options.backend),
+                absent=SYSTEMS[name].excluded(
+                    options.backend, workload.couples
+                ),
             )
 
     def run(self, folder: Path) -> WorkloadResult:

@@ -30,8 +30,15 @@ class System:
     one_execution: bool = False
     checked: bool = False
 
-    def excluded(self, backend: str) -> str | None:
-        """Why this system doesn't exist on a backend, or None."""
+    def excluded(self, backend: str, couples: bool = False) -> str | None:
+        """Why this system doesn't exist on a backend, or None.
+
+        Args:
+            backend: The name of the backend.
+            couples: Whether the loss couples the samples of a batch.
+        """
+        if couples and self.accumulates not in (None, "within"):
+            return "a loss over the batch is not the sum of its pieces'"
         if self.one_execution and backend == "torch":
             return "Keras on torch has no steps_per_execution"
         return None

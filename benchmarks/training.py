@@ -146,6 +146,8 @@ class Trial:
         elif system.accumulates == "within":
             kind = _accumulating_model()
             options["micro_batch_size"] = self._workload.micro_batch
+            if self._workload.couples:
+                options["loss_over"] = "batch"
         if system.one_execution:
             options["steps_per_execution"] = count
         rule = keras.optimizers.get(
@@ -161,7 +163,7 @@ class Trial:
         model = kind(inputs, outputs)
         model.compile(
             optimizer=rule,
-            loss=self._workload.loss,
+            loss=models.loss(self._workload),
             metrics=["accuracy"],
             **options,
         )

@@ -23,7 +23,9 @@ class Workload:
         windows: The most windows that an epoch has; a longer measurement
             has more epochs. As many as memory allows, since an epoch's end
             costs as much as several fast steps.
-        loss: The name of the Keras loss.
+        loss: The name of the Keras loss, or of a function in ``models``.
+        couples: Whether the loss looks at several samples of a batch at once:
+            then only a loss over the whole batch is that of the large one.
         sizes: Arguments of the graph's and of the data's function.
         quick_sizes: The same in miniature.
         check_rate: SGD's learning rate in the equality check, large enough
@@ -37,6 +39,7 @@ class Workload:
     accumulation_steps: int
     windows: int
     loss: str = "sparse_categorical_crossentropy"
+    couples: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     quick_sizes: Mapping[str, int] = field(default_factory=dict)
     check_rate: float = 0.1
@@ -128,6 +131,43 @@ _ALL = (
         sizes={"vocabulary": 200_000, "length": 32, "width": 64},
         quick_sizes={"vocabulary": 50, "length": 8, "width": 4},
         check_rate=10.0,
+    ),
+    Workload(
+        name="contrastive",
+        summary="the transformer with two embeddings of 64, InfoNCE",
+        micro_batch=16,
+        accumulation_steps=8,
+        windows=16,
+        loss="info_nce",
+        couples=True,
+        sizes={
+            "vocabulary": 8000,
+            "length": 128,
+            "width": 128,
+            "blocks": 2,
+            "heads": 4,
+            "hidden": 512,
+        },
+        quick_sizes={
+            "vocabulary": 50,
+            "length": 8,
+            "width": 8,
+            "blocks": 1,
+            "heads": 2,
+            "hidden": 16,
+        },
+    ),
+    Workload(
+        name="segmentation",
+        summary="48x48x1, four 3x3 convolutions (16, 32), Dice over the batch",
+        micro_batch=8,
+        accumulation_steps=8,
+        windows=16,
+        loss="dice",
+        couples=True,
+        sizes={"side": 48, "filters": 16},
+        quick_sizes={"side": 8, "filters": 2},
+        check_rate=1.0,
     ),
     Workload(
         name="bert",

@@ -177,3 +177,32 @@ def test_10_each_device_cuts_its_own_share(parallel):
     text = compiled.as_text()
     for moving in ("all-gather", "all-to-all", "collective-permute"):
         assert moving not in text, text
+
+
+@pytest.mark.parametrize("size", [4, 3, 12])
+@pytest.mark.parametrize("samples", [32, 40])
+def test_a_loss_over_the_batch_has_global_negatives(parallel, size, samples):
+    """Each device has a share of each piece, and the loss sees them all."""
+
+    def spread_out(y_true, y_pred):
+        z = keras.ops.normalize(y_pred, axis=-1)
+        logits = keras.ops.matmul(z, keras.ops.transpose(z)) / 0.3
+        labels = keras.ops.roll(keras.ops.arange(logits.shape[0]), 1)
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(
+                labels, logits, from_logits=True
+            )
+        )
+
+    def run(cls, **options):
+        optimizer = keras.optimizers.SGD(0.1)
+        return train(mlp, cls, data, 16, optimizer, loss=spread_out, **options)
+
+    data = regression_data(samples)[:2]
+    stock, start, expected = run(keras.Model)
+    parallel()
+    model, _, logs = run(Net, micro_batch_size=size, loss_over="batch")
+    assert set(devices_of(model)) == {4}
+    assert iterations(model) == iterations(stock) > 0
+    assert distance(model, stock, start) < 5e-6
+    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)

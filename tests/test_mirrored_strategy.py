@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import keras
 import numpy as np
@@ -16,6 +17,8 @@ from models import (
     tagger,
     token_data,
 )
+
+from accumkit.callbacks import BatchNormalizationCheck
 
 pytestmark = [
     pytest.mark.backend("tensorflow"),
@@ -168,3 +171,61 @@ def test_10_mixed_precision_and_a_schedule():
     assert model.optimizer_steps == 4
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 16)
     assert np.abs(model.get_weights()[0] - start[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_loss_over_the_batch_is_that_of_a_replica(size):
+    """As in stock Keras: negatives are those of the replica's share."""
+
+    def spread_out(y_true, y_pred):
+        z = keras.ops.normalize(y_pred, axis=-1)
+        logits = keras.ops.matmul(z, keras.ops.transpose(z)) / 0.3
+        labels = keras.ops.roll(keras.ops.arange(keras.ops.shape(z)[0]), 1)
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(
+                labels, logits, from_logits=True
+            )
+        )
+
+    def run(cls, **options):
+        data = regression_data(32)[:2]
+        return train(mlp, cls, data, 16, mirrored(), loss=spread_out, **options)
+
+    stock, start, _ = run(keras.Model)
+    model, _, _ = run(Net, micro_batch_size=size, loss_over="batch")
+    assert iterations(model) == iterations(stock) > 0
+    assert distance(model, stock, start) < 5e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        naive, _, _ = run(Net, micro_batch_size=size)
+    assert distance(naive, stock, start) > 0.1
+
+
+@pytest.mark.parametrize("loss_over", ["micro_batch", "batch"])
+def test_pooled_statistics_are_those_of_a_replica(loss_over):
+    """As in stock Keras, where each replica has averages of its own."""
+
+    def build(cls):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((5,))
+        x = keras.layers.BatchNormalization(name="first", momentum=0.5)(inputs)
+        return cls(inputs, keras.layers.Dense(3)(x))
+
+    def run(cls, callbacks=(), **options):
+        with mirrored().scope():
+            model = build(cls)
+            model.compile(keras.optimizers.SGD(0.01), "mse", **options)
+        x, y, _ = regression_data(32)
+        fit_in_order(model, (3 * x + 1, y), 16, callbacks=list(callbacks))
+        layer = model.get_layer("first")
+        moving = layer.moving_mean, layer.moving_variance
+        return [np.array(v.numpy()) for v in moving]
+
+    expected = run(keras.Model)
+    check = BatchNormalizationCheck("pool_statistics")
+    options = {"micro_batch_size": 3, "loss_over": loss_over}
+    ours = run(Net, [check], **options)
+    naive = run(Net, **options)
+    for one, wrong, right in zip(ours, naive, expected, strict=True):
+        np.testing.assert_allclose(one, right, rtol=2e-6)
+        assert np.abs(wrong / right - 1).max() > 0.01

@@ -12,7 +12,13 @@ import pytest
 
 import accumkit
 from accumkit import plotting
-from accumkit.backends import SUPPORTED, Processes, TrainStep, Windows
+from accumkit.backends import (
+    SUPPORTED,
+    Processes,
+    Randomness,
+    TrainStep,
+    Windows,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "accumkit"
@@ -34,16 +40,21 @@ FOUNDATION = {
     "_version",
     "accumulation",
     "added_losses",
+    "batch_statistics",
     "checks",
     "class_checks",
     "denominators",
     "joined_outputs",
+    "kept_state",
     "keras_internals",
     "messages",
     "observation",
     "options",
+    "pooled_statistics",
     "recording",
+    "unlike_passes",
     "weighting",
+    "whole_batch",
     "windows",
 }
 
@@ -311,13 +322,21 @@ def in_order(names, known):
 
 def test_backends_read_side_by_side():
     """The same modules, with the same names in the same order."""
-    modules = ("window", "train_step", "pieces", "processes")
+    modules = (
+        "window",
+        "train_step",
+        "two_passes",
+        "pieces",
+        "processes",
+        "randomness",
+    )
     for name in SUPPORTED:
         folder = PACKAGE / "backends" / name
         assert {p.stem for p in folder.glob("*.py")} >= {*modules, "__init__"}
     steps = [n for n in vars(TrainStep) if not n.startswith("_")]
     window = [n for n in vars(Windows.Window) if not n.startswith("_")]
     several = [n for n in vars(Processes) if not n.startswith("_")]
+    random = [n for n in vars(Randomness) if not n.startswith("_")]
     assert len(several) >= 4
     assert len(steps) >= 5
     assert len(window) >= 10
@@ -328,6 +347,8 @@ def test_backends_read_side_by_side():
         assert in_order(found, ["cut", "loop"]) == ["cut", "loop"], name
         assert public_functions(trees["window"].body) == ["replica_id"], name
         assert public_functions(trees["processes"].body) == several, name
+        assert public_functions(trees["randomness"].body) == random, name
+        assert public_functions(trees["two_passes"].body) == ["run"], name
         (own,) = [
             node
             for node in trees["window"].body

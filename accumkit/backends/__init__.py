@@ -3,8 +3,8 @@
 All three have the same modules with the same names in the same order:
 `window.py` keeps the gradients of a window, whoever adds them;
 `train_step.py` is Keras's train step around it, with forward pass, loss and
-metrics; `pieces.py` cuts a batch and loops over the pieces. `TrainStep` and
-`Windows` say what each does.
+metrics; `pieces.py` cuts a batch and loops over the pieces; `two_passes.py`
+has one loss over all of them. `TrainStep` and `Windows` say what each does.
 """
 
 import importlib
@@ -42,10 +42,6 @@ class TrainStep(Protocol):
 
     def sync(self, model: Any) -> None:
         """Makes the model's variables readable in the middle of `fit`."""
-        ...
-
-    def keeping_randomness(self) -> AbstractContextManager[None]:
-        """A context that draws no random numbers from the framework."""
         ...
 
 
@@ -123,6 +119,18 @@ class Windows(Protocol):
         ...
 
 
+class Randomness(Protocol):
+    """What `randomness.py` of a backend offers; `kept_state` uses it."""
+
+    def state(self) -> Any:
+        """Where the framework's own random numbers stand."""
+        ...
+
+    def put_back(self, value: Any) -> None:
+        """Puts back what `state` returned."""
+        ...
+
+
 class Processes(Protocol):
     """What `processes.py` of a backend offers: training in several of them."""
 
@@ -159,4 +167,5 @@ def _load(module: str) -> Any:
 
 backend = cast(TrainStep, _load("train_step"))
 windows = cast(Windows, _load("window"))
+randomness = cast(Randomness, _load("randomness"))
 processes = cast(Processes, _load("processes"))

@@ -10,7 +10,7 @@ from accumkit import batch_statistics, checks
 from accumkit.messages import AccumkitWarning
 from accumkit.mixin import AccumulationMixin
 
-_ACTIONS = ("warn", "raise", "rescale_momentum")
+_ACTIONS = ("warn", "raise", "rescale_momentum", "pool_statistics")
 
 
 class BatchNormalizationCheck(keras.callbacks.Callback):
@@ -33,6 +33,14 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
     averages and are left out. Silent for N = 1, other normalizations and
     frozen layers.
 
+    With the statistics of all micro-batches of a window pooled,
+
+        n = Σ nᵢ,  μ = Σ nᵢ·μᵢ / n,  v = Σ (nᵢ/n)·(vᵢ + (μᵢ − μ)²)
+
+    and one update of the averages with them, a layer that sees the data
+    itself has the moving averages of the large batch, for any partition. What
+    a later layer sees was normalized micro-batch by micro-batch before.
+
     Example:
 
     ```python
@@ -44,7 +52,9 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
         action: `"warn"`: says once what differs and what to do. `"raise"`:
             refuses to train. `"rescale_momentum"`: trains with m^(1/N) and
             restores the layers afterwards, also after an exception; follows
-            N when it changes between epochs. Defaults to `"warn"`.
+            N when it changes between epochs. `"pool_statistics"`: one update
+            a window with its pooled statistics; for models with
+            `AccumulationMixin`. Defaults to `"warn"`.
         updates_per_optimizer_step: Int ≥ 1 or None, N, for batches whose size
             cannot be known beforehand (a dataset with `micro_batch_size`).
             Defaults to `None`, N from the model and from `fit`'s
@@ -52,8 +62,9 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `action` is unknown; in `fit` with `"raise"` if an
-            active layer is found, and with `"rescale_momentum"` if N cannot
-            be known.
+            active layer is found, with `"rescale_momentum"` if N cannot be
+            known, and with `"pool_statistics"` if the model is without the
+            mixin.
     """
 
     def __init__(
@@ -71,10 +82,14 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
         self._said: set[int] = set()
         self._momenta: list[tuple[Any, float]] = []
         self._updates: int | None = 1
+        self._pools = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Looks for layers and acts."""
         model: Any = self.model
+        if self.action == "pool_statistics":
+            self._pool(model)
+            return
         self._updates = self._count(model)
         layers = batch_statistics.active_layers(model)
         if not layers or self._updates == 1:
@@ -109,6 +124,10 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
     def on_fit_exit(self) -> None:
         """Restores the layers, also after an exception."""
         self._restore()
+        if self._pools:
+            self._pools = False
+            self._model._accumulation.pooled_layers = {}
+            self._model.make_train_function(force=True)
 
     def _count(self, model: Any) -> int | None:
         """N, updates of a moving average per optimizer step, if known."""
@@ -144,6 +163,24 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
             f"step{effective}."
         )
 
+    def _pool(self, model: Any) -> None:
+        if not isinstance(model, AccumulationMixin):
+            raise ValueError(
+                "`action='pool_statistics'` needs a model with "
+                "`accumkit.AccumulationMixin`, whose train step knows where a "
+                f"window begins. Received: a `{type(model).__name__}`. Mix it "
+                "into the model, or use `action='rescale_momentum'`."
+            )
+        layers = batch_statistics.active_layers(model)
+        state = model._accumulation
+        if not layers or not state.accumulates:
+            return
+        if state.pooling is not None and state.pooling.layers != layers:
+            state.pooling = None
+        state.pooled_layers = layers
+        self._pools = True
+        model.make_train_function(force=True)
+
     def _rescale(self, model: Any, layers: dict[str, Any]) -> None:
         if self._updates is None:
             raise ValueError(
@@ -172,5 +209,5 @@ _REMEDIES = (
     "Use GroupNormalization or LayerNormalization, freeze the layers "
     "(`layer.trainable = False`), make micro-batches as large as memory "
     "allows, or repair the moving averages with "
-    "`BatchNormalizationCheck(action='rescale_momentum')`."
+    "`BatchNormalizationCheck(action='pool_statistics')`."
 )

@@ -9,11 +9,12 @@ import keras
 from accumkit.keras_internals.guards import imported, private
 
 # `get_keras_mask`: the mask on a prediction decides what the loss divides by,
-# and no public function reads it. `apply_mask` and
+# and no public function reads it, or puts it on. `apply_mask` and
 # `squeeze_or_expand_to_same_rank`: a divisor of "mean_with_sample_weight" must
 # be formed exactly as the loss forms it.
 # Where it is defined: Keras 3.16 took it out of `keras.src.backend`.
 get_keras_mask = imported("keras.src.backend.common.masking", "get_keras_mask")
+set_keras_mask = imported("keras.src.backend.common.masking", "set_keras_mask")
 apply_mask = imported("keras.src.losses.loss", "apply_mask")
 squeeze_or_expand_to_same_rank = imported(
     "keras.src.losses.loss", "squeeze_or_expand_to_same_rank"
@@ -43,6 +44,21 @@ def added_loss(model: Any, loss: Any) -> Any:
     On TensorFlow Keras divides it by the number of replicas.
     """
     return private(model, "_aggregate_additional_loss")(loss)
+
+
+def replace_added_losses(model: Any, losses: list[Any]) -> None:
+    """Has a model's added losses be these.
+
+    `add_loss` adds to what layers added; only `_clear_losses` takes that away.
+    A `Functional` model has no `add_loss` of its own.
+
+    Args:
+        model: The model.
+        losses: Tensors.
+    """
+    private(model, "_clear_losses")()
+    for loss in losses:
+        keras.layers.Layer.add_loss(model, loss)
 
 
 @contextlib.contextmanager

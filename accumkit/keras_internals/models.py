@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from accumkit.keras_internals.guards import private
+from accumkit.keras_internals.guards import imported, private
 from accumkit.keras_internals.losses import compile_loss
 
 
@@ -131,6 +131,22 @@ def put_back_state(model: Any, values: Any) -> None:
         for name, of_kind in zip(names, values, strict=True)
     }
     model._jax_state_synced = False
+
+
+_global_attribute = imported(
+    "keras.src.backend.common.global_state", "get_global_attribute"
+)
+# What numbers without a `seed` are drawn from. It is made when it is first
+# asked for, and hangs on no layer.
+global_seed = imported(
+    "keras.src.random.seed_generator", "global_seed_generator"
+)
+
+
+def global_seed_states() -> list[Any]:
+    """The variables of Keras's global seed generator, if there is one."""
+    generator = _global_attribute("global_seed_generator")
+    return [] if generator is None else [generator.state]
 
 
 def raw_value(variable: Any) -> Any:

@@ -9,6 +9,7 @@ from jax import numpy as jnp
 from jax.experimental import sparse
 
 from accumkit import checks
+from accumkit.backends.jax.joining import joined
 
 # Unrolled further, compiling takes longer than it saves.
 _MOST_UNROLLED = 64
@@ -23,7 +24,8 @@ class Full(NamedTuple):
         structure: Of the batch; which leaf is which.
         number: How many pieces there are.
         size: Samples in a piece.
-        in_order: Whether the pieces, one after the other, are the batch.
+        shares: Over how many devices the batch is spread; each piece has rows
+            of all.
     """
 
     stacked: list[Any]
@@ -31,7 +33,12 @@ class Full(NamedTuple):
     structure: Any
     number: int
     size: int
-    in_order: bool
+    shares: int
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the pieces, one after the other, are the batch."""
+        return self.shares == 1
 
     def piece(self, index: Any, dense: list[Any]) -> Any:
         """Puts a piece together.
@@ -113,7 +120,7 @@ def cut(
         structure,
         full,
         shares * each,
-        shares == 1,
+        shares,
     )
     return pieces, last, count
 
@@ -161,13 +168,22 @@ def loop(
     )
 
 
-def joined(outputs: list[Any]) -> Any:
-    """The outputs of a batch from those of its pieces, in order.
+def some_rows(full: Full) -> list[Any]:
+    """A piece's rows, and one row more; to look at, not to compute with.
 
     Args:
-        outputs: Of some pieces each, of one structure.
+        full: The full pieces of a batch that has more than one.
     """
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+    def rows(number: int) -> Any:
+        dense = [
+            jax.ShapeDtypeStruct((number, *v.shape[2:]), v.dtype)
+            for v in full.stacked
+        ]
+        sparse = [_rows(v, 0, number) for v in full.sparse]
+        return _filled(full.structure, dense, sparse)
+
+    return [rows(full.size), rows(full.size + 1)]
 
 
 def _known_after(carry: Any) -> Any:

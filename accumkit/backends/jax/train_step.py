@@ -13,11 +13,10 @@ from accumkit import (
     joined_outputs,
     keras_internals,
     observation,
-    recording,
     weighting,
 )
 from accumkit.accumulation import Accumulation
-from accumkit.backends.jax import pieces
+from accumkit.backends.jax import joining, metric_state, pieces, two_passes
 from accumkit.backends.jax.window import Window
 
 
@@ -72,8 +71,8 @@ def prepare(model: Any, accumulation: Accumulation) -> Window:
             model.optimizer, accumulation.accumulation_steps, flagged=False
         )
     window.track(model.trainable_variables)
-    if accumulation.recording is not None and window.recorder is None:
-        window.recorder = recording.WindowRecorder(*accumulation.recording)
+    if accumulation.lacks:
+        accumulation.create()
     return window
 
 
@@ -97,43 +96,21 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
     values = window.values(others[split:], trainable)
     fixed = trainable, optimizer
     state = (others[:split], metrics, values)
-    y_pred = None
-    if accumulation.micro_batch_size is None:
+    size = accumulation.micro_batch_size
+    if accumulation.is_one_piece(samples):
         count = 1
         state, part, y_pred = _micro_batch(model, fixed, state, batch, samples)
         loss = _mean(part.contribution, part.divisor)
-    else:
-        own = keras_internals.overrides_compute_metrics(model)
-        full, last, count = pieces.cut(
-            batch, accumulation.micro_batch_size, own
+    elif accumulation.over_batch:
+        state, part, y_pred, count = two_passes.run(
+            model, fixed, state, batch, samples
         )
-        zero = jnp.zeros((), values.denominator.dtype)
-
-        def body(carry: Any, piece: Any) -> Any:
-            state, *sums = carry
-            state, part, y_pred = _micro_batch(
-                model, fixed, state, piece, samples
-            )
-            if full.in_order and joined_outputs.are_kept(
-                model, full.size, y_pred
-            ):
-                return (state, *_summed(sums, part)), y_pred
-            state = _update_metrics(model, state, piece, y_pred)
-            return (state, *_summed(sums, part)), None
-
-        carry, kept = pieces.loop(body, (state, zero, zero), full)
-        (state, *sums), rest = last(carry)
-        if rest is not None:
-            state, part, y_pred = _micro_batch(
-                model, fixed, state, rest, samples
-            )
-            sums = _summed(sums, part)
-        if kept is None:
-            batch = rest
-        else:
-            y_pred = kept if rest is None else pieces.joined([kept, y_pred])
-        loss = _mean(*sums)
-    state, logs = _logs(model, state, batch, y_pred, loss, samples)
+        loss = _mean(part.contribution, part.divisor)
+    else:
+        state, loss, y_pred, batch, count = _pieces(
+            model, fixed, state, batch, samples, size
+        )
+    state, logs = metric_state.logs(model, state, batch, y_pred, loss, samples)
     others, metrics, values = state
     values, trainable, optimizer = window.close_full(
         values, trainable, optimizer, count
@@ -142,15 +119,44 @@ def train_step(model: Any, train_state: Any, data: Any) -> tuple[Any, Any]:
     return logs, (trainable, others, optimizer, metrics)
 
 
+def _pieces(
+    model: Any, fixed: Any, state: Any, batch: Any, samples: Any, size: int
+) -> tuple[Any, Any, Any, Any, int]:
+    """Works off a batch in pieces of `size` samples, each with its own loss.
+
+    Returns:
+        The new state, the loss of the batch, what the metrics have not seen
+        yet (predictions, and the part of the batch that they belong to, None:
+        nothing), and the number of pieces.
+    """
+    own = keras_internals.overrides_compute_metrics(model)
+    full, last, count = pieces.cut(batch, size, own)
+    zero = jnp.zeros((), state[2].denominator.dtype)
+    y_pred = None
+
+    def body(carry: Any, piece: Any) -> Any:
+        state, *sums = carry
+        state, part, y_pred = _micro_batch(model, fixed, state, piece, samples)
+        if full.in_order and joined_outputs.are_kept(model, full.size, y_pred):
+            return (state, *_summed(sums, part)), y_pred
+        state = metric_state.update(model, state, piece, y_pred)
+        return (state, *_summed(sums, part)), None
+
+    carry, kept = pieces.loop(body, (state, zero, zero), full)
+    (state, *sums), rest = last(carry)
+    if rest is not None:
+        state, part, y_pred = _micro_batch(model, fixed, state, rest, samples)
+        sums = _summed(sums, part)
+    if kept is None:
+        batch = rest
+    else:
+        y_pred = kept if rest is None else joining.joined([kept, y_pred])
+    return state, _mean(*sums), y_pred, batch, count
+
+
 def sync(model: Any) -> None:
     """Makes the model's variables readable in the middle of `fit`."""
     model.jax_state_sync()
-
-
-@contextlib.contextmanager
-def keeping_randomness() -> Iterator[None]:
-    """Nothing to keep: Keras draws from states that are variables."""
-    yield
 
 
 def _micro_batch(
@@ -172,23 +178,25 @@ def _micro_batch(
     window = accumulation.window
     trainable, optimizer = fixed
     others, metrics, values = state
+    variables = accumulation.forward_variables(model)
     x = batch[0]
 
     def objective(trainable: Any) -> tuple[Any, Any]:
         mapping = [
             *zip(model.trainable_variables, trainable, strict=True),
-            *zip(model.non_trainable_variables, others, strict=True),
+            *zip(variables, others, strict=True),
             *zip(model.metrics_variables, metrics, strict=True),
             *zip(model.optimizer.variables, optimizer, strict=True),
         ]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
-            y_pred = keras_internals.forward(model, x)
+            with accumulation.forward(values.first):
+                y_pred = keras_internals.forward(model, x)
             # The mask on a prediction does not outlive this function.
             part = weighting.weigh(
                 model, accumulation, batch, y_pred, values.first, samples
             )
         updates = (
-            [scope.get_current_value(v) for v in model.non_trainable_variables],
+            [scope.get_current_value(v) for v in variables],
             [scope.get_current_value(v) for v in model.metrics_variables],
         )
         rest = part.contribution, part.divisor, part.late
@@ -218,31 +226,3 @@ def _mean(loss: Any, divisor: Any) -> Any:
         return loss
     # What was not divided has no divisor.
     return loss / jnp.where(divisor == 0, 1, divisor).astype(loss.dtype)
-
-
-def _update_metrics(model: Any, state: Any, batch: Any, y_pred: Any) -> Any:
-    others, metrics, values = state
-    mapping = list(zip(model.metrics_variables, metrics, strict=True))
-    with keras.StatelessScope(mapping) as scope:
-        keras_internals.update_metrics(model, batch, y_pred)
-    metrics = [scope.get_current_value(v) for v in model.metrics_variables]
-    return others, metrics, values
-
-
-def _logs(
-    model: Any, state: Any, batch: Any, y_pred: Any, loss: Any, samples: Any
-) -> tuple[Any, Any]:
-    """Updates the metrics with what they have not seen yet, if anything."""
-    others, metrics, values = state
-    mapping = list(zip(model.metrics_variables, metrics, strict=True))
-    with keras.StatelessScope(mapping) as scope:
-        keras_internals.loss_tracker(model).update_state(
-            loss, sample_weight=samples
-        )
-        if batch is None:
-            logs = model.get_metrics_result()
-        else:
-            x, y, sample_weight = batch
-            logs = model.compute_metrics(x, y, y_pred, sample_weight)
-    metrics = [scope.get_current_value(v) for v in model.metrics_variables]
-    return (others, metrics, values), logs

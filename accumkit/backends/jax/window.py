@@ -94,12 +94,12 @@ class Window:
         return values.added(places, gradients, late, divisor)
 
     def note(
-        self, values: Values, contribution: Any, divisor: Any, samples: Any
+        self, values: Values, contribution: Any, divisor: Any, *counts: Any
     ) -> Values:
-        """Has the recorder, if there is one, `add` a micro-batch's loss."""
+        """Has the recorder, if there is one, `add` a loss and its samples."""
         if self.recorder is None:
             return values
-        given = values.records, "add", contribution, divisor, samples
+        given = values.records, "add", contribution, divisor, *counts
         records = optimizing.record(self.recorder, *given)
         return values._replace(records=records)
 

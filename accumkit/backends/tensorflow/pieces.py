@@ -1,16 +1,13 @@
 """Cutting a batch into pieces on TensorFlow, and looping over them."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from accumkit import checks, observation
-
-# Marks what an op of the graph says of lengths that differ.
-_LENGTHS = "accumkit: lengths"
+from accumkit import observation
+from accumkit.backends.tensorflow import lengths
 
 
 def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
@@ -28,9 +25,9 @@ def cut(batch: Any, size: int, compiled: bool) -> tuple[Any, Any, Any]:
     Raises:
         ValueError: If a leaf has no batch axis, or another length than the
             rest. Where lengths are not known before the graph runs, an op of
-            the graph fails then, which `telling_lengths` translates.
+            the graph fails then, which `lengths.telling` translates.
     """
-    batch = _checked(batch)
+    batch = lengths.checked(batch)
     samples = observation.batch_size(batch[0])
     if isinstance(samples, int):
         before = max((samples - 1) // size, 0)
@@ -128,52 +125,14 @@ def joined(outputs: list[Any]) -> Any:
     )
 
 
-def telling_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a train function: lengths that differ raise one clear error.
+def first_rows(x: Any, rows: int) -> Any:
+    """Some inputs, to be looked at.
 
     Args:
-        function: A train function whose graph may find out only when it runs
-            that a batch cannot be cut; the result raises `ValueError` then.
+        x: Inputs of a batch that has as many, or in a trace.
+        rows: How many.
     """
-
-    def train_function(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except tf.errors.InvalidArgumentError as error:
-            found = re.search(rf"\[{_LENGTHS}\] \[([\d ]+)\]", error.message)
-            if found is None:
-                raise
-            lengths = ", ".join(found[1].split())
-            message = checks.cannot_be_cut(f"lengths {lengths}")
-        raise ValueError(message)
-
-    return train_function
-
-
-def _checked(batch: Any) -> Any:
-    # `train_on_batch` hands an eager step NumPy arrays as they are.
-    batch = keras.tree.map_structure(
-        lambda v: (
-            v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v)
-        ),
-        batch,
-    )
-    leaves = [v for v in keras.tree.flatten(batch) if v is not None]
-    shapes = [tuple(v.shape) for v in leaves]
-    checks.rows_to_cut(shapes)
-    rows = [observation.batch_size(v) for v in leaves]
-    if all(isinstance(length, int) for length in rows):
-        return batch
-    lengths = tf.stack([tf.cast(length, "int32") for length in rows])
-    equal = tf.debugging.Assert(
-        tf.reduce_all(lengths == lengths[0]), [_LENGTHS, lengths], len(rows)
-    )
-    if tf.executing_eagerly():
-        return batch
-    with tf.control_dependencies([equal]):
-        return keras.tree.map_structure(
-            lambda v: tf.identity(v) if isinstance(v, tf.Tensor) else v, batch
-        )
+    return _full(x, 0, rows)
 
 
 def _padded(batch: Any, size: int) -> Any:

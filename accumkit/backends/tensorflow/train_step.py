@@ -11,11 +11,10 @@ from accumkit import (
     joined_outputs,
     keras_internals,
     observation,
-    recording,
     weighting,
 )
 from accumkit.accumulation import Accumulation
-from accumkit.backends.tensorflow import pieces
+from accumkit.backends.tensorflow import lengths, pieces, two_passes
 from accumkit.backends.tensorflow.window import Window
 
 
@@ -38,7 +37,7 @@ def making_train_function(model: Any) -> Iterator[None]:
     before = model.train_function
     yield
     if model.train_function is not before:
-        model.train_function = pieces.telling_lengths(model.train_function)
+        model.train_function = lengths.telling(model.train_function)
 
 
 def prepare(model: Any, accumulation: Accumulation) -> Window:
@@ -62,12 +61,14 @@ def prepare(model: Any, accumulation: Accumulation) -> Window:
         )
     # As Keras's train step here; on JAX it trains `trainable_variables`.
     window.track(model.trainable_weights)
-    if accumulation.recording is not None and window.recorder is None:
+    if accumulation.lacks:
         scope = contextlib.nullcontext()
         if not tf.distribute.has_strategy():
             scope = model.distribute_strategy.scope()
         with tf.init_scope(), scope:
-            window.recorder = recording.WindowRecorder(*accumulation.recording)
+            # Or it is made in the first pass, unknown to what is put back.
+            keras_internals.global_seed()
+            accumulation.create()
     return window
 
 
@@ -87,9 +88,12 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
     keras_internals.build(model, *batch)
     window = prepare(model, accumulation)
     samples = observation.batch_size(batch[0])
-    if accumulation.micro_batch_size is None:
+    if accumulation.is_one_piece(samples):
         count = 1
         part, y_pred = _micro_batch(model, accumulation, batch, samples)
+        loss = _mean(part.contribution, part.divisor)
+    elif accumulation.over_batch:
+        part, y_pred, count = two_passes.run(model, batch, samples)
         loss = _mean(part.contribution, part.divisor)
     else:
         full, last, count = pieces.cut(
@@ -144,12 +148,6 @@ def sync(model: Any) -> None:
     """Nothing to do: variables are always readable."""
 
 
-@contextlib.contextmanager
-def keeping_randomness() -> Iterator[None]:
-    """Nothing to keep: Keras draws from states that are variables."""
-    yield
-
-
 def _micro_batch(
     model: Any,
     accumulation: Accumulation,
@@ -165,11 +163,12 @@ def _micro_batch(
     x = batch[0]
     window = accumulation.window
     replicas = model.distribute_strategy.num_replicas_in_sync
+    first = index == 0
+    if window.across:
+        first = tf.logical_and(first, window.is_empty())
     with tf.GradientTape() as tape:
-        y_pred = keras_internals.forward(model, x)
-        first = index == 0
-        if window.across:
-            first = tf.logical_and(first, window.is_empty())
+        with accumulation.forward(first):
+            y_pred = keras_internals.forward(model, x)
         part = weighting.weigh(
             model, accumulation, batch, y_pred, first, samples, replicas
         )

@@ -12,11 +12,10 @@ from accumkit import (
     joined_outputs,
     keras_internals,
     observation,
-    recording,
     weighting,
 )
 from accumkit.accumulation import Accumulation
-from accumkit.backends.torch import pieces
+from accumkit.backends.torch import pieces, two_passes
 from accumkit.backends.torch.window import Window
 
 # Models with the hook below. A copy has it, too, and gets another: no harm.
@@ -78,8 +77,10 @@ def prepare(model: Any, accumulation: Accumulation) -> Window:
     # As Keras's train step here; on JAX it trains `trainable_variables`. Found
     # by a walk through all layers: once a batch is enough.
     window.track(model.trainable_weights)
-    if accumulation.recording is not None and window.recorder is None:
-        window.recorder = recording.WindowRecorder(*accumulation.recording)
+    if accumulation.lacks:
+        # Or it is made in the first pass, unknown to what is put back.
+        keras_internals.global_seed()
+        accumulation.create()
     return window
 
 
@@ -100,9 +101,12 @@ def train_step(model: Any, data: Any) -> dict[str, Any]:
     samples = observation.batch_size(batch[0])
     if window.is_empty():
         window.clear_grad()
-    if accumulation.micro_batch_size is None:
+    if accumulation.is_one_piece(samples):
         count = 1
         part, y_pred = _micro_batch(model, accumulation, batch, samples)
+        loss = _mean(part.contribution, part.divisor)
+    elif accumulation.over_batch:
+        part, y_pred, count = two_passes.run(model, batch, samples)
         loss = _mean(part.contribution, part.divisor)
     else:
         full, last, count = pieces.cut(batch, accumulation.micro_batch_size)
@@ -139,13 +143,6 @@ def sync(model: Any) -> None:
     """Nothing to do: variables are always readable."""
 
 
-@contextlib.contextmanager
-def keeping_randomness() -> Iterator[None]:
-    """Puts back the generators that `Dropout` without a seed draws from."""
-    with torch.random.fork_rng():
-        yield
-
-
 def _micro_batch(
     model: Any,
     accumulation: Accumulation,
@@ -160,8 +157,9 @@ def _micro_batch(
     """
     x = batch[0]
     window = accumulation.window
-    y_pred = keras_internals.forward(model, x)
     first = index == 0 and window.is_empty()
+    with accumulation.forward(first):
+        y_pred = keras_internals.forward(model, x)
     part = weighting.weigh(model, accumulation, batch, y_pred, first, samples)
     if window.variables:
         part.objective.backward()

@@ -49,8 +49,11 @@ class PooledStatistics:
                 is that of a micro-batch that opens a window.
         """
         self._calls, self._opens = {}, opens
-        with batch_statistics.observed(self.layers, self._note):
-            yield
+        try:
+            with batch_statistics.observed(self.layers, self._note):
+                yield
+        finally:
+            self._opens = True  # No tensor of a trace outlives it.
 
     def _note(
         self, path: str, count: Any, mean: Any, variance: Any, before: Any

@@ -203,6 +203,25 @@ def test_nothing_is_left_behind(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_it_follows_n():
+    """From the epoch on in which accumulation begins."""
+    check = BatchNormalizationCheck("pool_statistics")
+    scheduler = accumkit.callbacks.AccumulationScheduler({0: 1, 1: 4})
+    model, stock = network(Net), network(keras.Model)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    stock.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data(32)
+    plain = {"shuffle": False, "verbose": 0}
+    model.fit(
+        x, y, batch_size=8, epochs=2, callbacks=[check, scheduler], **plain
+    )
+    for batch in (8, 32):
+        stock.fit(x, y, batch_size=batch, **plain)
+    assert model.optimizer_steps == 5
+    for ours, right in zip(moments(model), moments(stock), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=2e-6)
+
+
 def test_it_needs_the_mixin():
     with pytest.raises(ValueError, match="needs a model with"):
         fit(network(keras.Model), 32, "pool_statistics")

@@ -172,9 +172,10 @@ class BatchNormalizationCheck(keras.callbacks.Callback):
                 "into the model, or use `action='rescale_momentum'`."
             )
         layers = batch_statistics.active_layers(model)
-        state = model._accumulation
-        if not layers or not state.accumulates:
+        if not layers:
             return
+        # Also where N is 1 today: it may change while training.
+        state = model._accumulation
         if state.pooling is not None and state.pooling.layers != layers:
             state.pooling = None
         state.pooled_layers = layers

@@ -56,8 +56,8 @@ def run(
     x = batch[0]
     full, last, count = pieces.cut((x,), size, compiled)
     if not accumulation.findings.rows_checked:
-        accumulation.findings.rows_checked = True
         _check_rows(forward, x, size)
+        accumulation.findings.rows_checked = True
         if tf.executing_eagerly():
             before.put_back()
     _, kept = pieces.loop(

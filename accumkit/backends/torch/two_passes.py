@@ -51,11 +51,11 @@ def run(
 
     with torch.no_grad():
         if count > 1 and not accumulation.findings.rows_checked:
-            accumulation.findings.rows_checked = True
             more, _, _ = pieces.cut(batch[0], size + 1)
             few = forward(several[0])[0], forward([*more, batch[0]][0])[0]
             before.put_back()
             whole_batch.check_rows(*few, size)
+            accumulation.findings.rows_checked = True
         opens = window.is_empty()
         passed = [
             forward(piece, opens and index == 0)

@@ -513,6 +513,37 @@ def test_a_model_that_couples_samples_is_refused(mode):
             model.fit(*regression(), batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.backend("tensorflow", "jax")
+@pytest.mark.parametrize("known", [True, False])
+def test_several_steps_in_one_execution(known):
+    """Also where the data ends in the middle of one."""
+    x, y = regression()
+
+    def batches():
+        for start in range(0, 40, BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    def run(cls, **options):
+        model = mlp(cls)
+        model.compile(
+            sgd(), supervised_contrastive, steps_per_execution=2, **options
+        )
+        start = model.get_weights()
+        if known:
+            fit_in_order(model, (x, y), BATCH, epochs=1)
+        else:
+            # A generator cannot say how much it has.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.fit(batches(), verbose=0)
+        return model, start
+
+    stock, start = run(keras.Model)
+    ours, _ = run(Net, micro_batch_size=5, loss_over="batch")
+    assert iterations(ours) == ours.optimizer_steps >= 3
+    assert distance(ours, stock, start) < TOLERANCE
+
+
 def test_batches_are_averaged_over_a_window():
     """`accumulation_steps` on top: each batch has its own loss."""
 

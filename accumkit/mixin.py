@@ -488,8 +488,11 @@ class AccumulationMixin:
 
     def state_sync(self) -> None:
         """As `jax_state_sync`; its name from Keras 3.16 on."""
-        with self._with_window(self._state_has_window()):
-            super().state_sync()  # pyright: ignore[reportAttributeAccessIssue]
+        # Keras calls it where a model has it, whatever the backend.
+        sync = getattr(super(), "state_sync", None)
+        if sync is not None:
+            with self._with_window(self._state_has_window()):
+                sync()
 
     def _state_has_window(self) -> bool:
         return "optimizer_variables" in (

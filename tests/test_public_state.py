@@ -227,3 +227,10 @@ def test_35_sparse_input(options, mode):
     assert distance(ours, stock, start) < 3e-6
     naive, _ = train(keras.Model, 4)
     assert distance(naive, stock, start) > 0.01
+
+
+def test_state_can_be_asked_for_on_any_backend():
+    """Keras 3.16 calls it wherever a model has it; stock ones may not."""
+    model = mlp(Net)
+    model.compile("sgd", "mse", accumulation_steps=2)
+    model.state_sync()
